@@ -1,0 +1,290 @@
+// From an XLA FFI call to ForwardParams and BackwardParams, with every rank, dtype, dimension and option
+// checked: the sizes of a deserialised program are not to be trusted. Shared by the CPU and the CUDA
+// handlers.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "params.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_flash {
+
+namespace ffi = xla::ffi;
+
+#define RETURN_IF_ERROR(expression)                                               \
+  do {                                                                            \
+    if (::xla::ffi::Error error_ = (expression); error_.failure()) return error_; \
+  } while (false)
+
+using Dims = std::vector<int64_t>;
+
+inline std::string ToString(const Dims& dims) {
+  std::string text = "[";
+  for (size_t i = 0; i < dims.size(); ++i) text += (i ? ", " : "") + std::to_string(dims[i]);
+  return text + "]";
+}
+
+inline std::string ToString(ffi::DataType dtype) {
+  switch (dtype) {
+    case ffi::DataType::F16:
+      return "float16";
+    case ffi::DataType::BF16:
+      return "bfloat16";
+    case ffi::DataType::F32:
+      return "float32";
+    case ffi::DataType::F64:
+      return "float64";
+    case ffi::DataType::S32:
+      return "int32";
+    default:
+      return "dtype " + std::to_string(static_cast<int>(dtype));
+  }
+}
+
+inline Dims DimsOf(ffi::AnyBuffer buffer) {
+  return Dims(buffer.dimensions().begin(), buffer.dimensions().end());
+}
+
+inline ffi::Error CheckBuffer(std::string_view name, ffi::AnyBuffer buffer, ffi::DataType dtype,
+                              const Dims& dims) {
+  const Dims got = DimsOf(buffer);
+  if (buffer.element_type() == dtype && got == dims) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument("jax_flash: " + std::string(name) + " must be " + ToString(dtype) +
+                                     " of shape " + ToString(dims) + ", got " +
+                                     ToString(buffer.element_type()) + " of shape " + ToString(got) + ".");
+}
+
+// The arguments and results of one call, taken in order, each checked as it is taken.
+class CallReader {
+ public:
+  CallReader(ffi::RemainingArgs args, ffi::RemainingRets results) : args_(args), results_(results) {}
+
+  ffi::Error NextArg(std::string_view name, ffi::AnyBuffer* buffer) {
+    if (next_arg_ >= args_.size()) return Missing("argument", name);
+    auto arg = args_.get<ffi::AnyBuffer>(next_arg_++);
+    if (!arg.has_value()) return arg.error();
+    *buffer = arg.value();
+    return ffi::Error::Success();
+  }
+
+  template <typename T>
+  ffi::Error TakeArg(std::string_view name, ffi::DataType dtype, const Dims& dims, const T** data) {
+    ffi::AnyBuffer buffer(nullptr_buffer());
+    RETURN_IF_ERROR(NextArg(name, &buffer));
+    RETURN_IF_ERROR(CheckBuffer(name, buffer, dtype, dims));
+    *data = static_cast<const T*>(buffer.untyped_data());
+    return ffi::Error::Success();
+  }
+
+  template <typename T>
+  ffi::Error TakeResult(std::string_view name, ffi::DataType dtype, const Dims& dims, T** data) {
+    if (next_result_ >= results_.size()) return Missing("result", name);
+    auto result = results_.get<ffi::AnyBuffer>(next_result_++);
+    if (!result.has_value()) return result.error();
+    RETURN_IF_ERROR(CheckBuffer(name, *result.value(), dtype, dims));
+    *data = static_cast<T*>((*result.value()).untyped_data());
+    return ffi::Error::Success();
+  }
+
+  ffi::Error CheckAllTaken() const {
+    if (next_arg_ == args_.size() && next_result_ == results_.size()) return ffi::Error::Success();
+    return ffi::Error::InvalidArgument("jax_flash: expected " + std::to_string(next_arg_) +
+                                       " arguments and " + std::to_string(next_result_) + " results, got " +
+                                       std::to_string(args_.size()) + " and " +
+                                       std::to_string(results_.size()) + ".");
+  }
+
+  static const XLA_FFI_Buffer* nullptr_buffer() {
+    static const XLA_FFI_Buffer buffer = {};
+    return &buffer;
+  }
+
+ private:
+  static ffi::Error Missing(const char* kind, std::string_view name) {
+    return ffi::Error::InvalidArgument("jax_flash: the call has no " + std::string(kind) + " for " +
+                                       std::string(name) + ".");
+  }
+
+  ffi::RemainingArgs args_;
+  ffi::RemainingRets results_;
+  size_t next_arg_ = 0;
+  size_t next_result_ = 0;
+};
+
+template <typename T>
+ffi::Error ReadAttribute(ffi::Dictionary attributes, std::string_view name, T* value) {
+  auto attribute = attributes.get<T>(name);
+  if (!attribute.has_value()) {
+    return ffi::Error::InvalidArgument("jax_flash: attribute " + std::string(name) +
+                                       " is missing or has the wrong type.");
+  }
+  *value = attribute.value();
+  return ffi::Error::Success();
+}
+
+inline ffi::Error CheckOption(bool ok, std::string_view name, std::string_view expected, double got) {
+  if (ok) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument("jax_flash: option " + std::string(name) + " must be " +
+                                     std::string(expected) + ", got " + std::to_string(got) + ".");
+}
+
+inline ffi::Error ReadOptions(ffi::Dictionary attributes, Options* options) {
+#define OPTION(type, name) RETURN_IF_ERROR(ReadAttribute<type>(attributes, #name, &options->name));
+#include "options.def"
+#undef OPTION
+  const Options& o = *options;
+  RETURN_IF_ERROR(CheckOption(std::isfinite(o.scale), "scale", "finite", o.scale));
+  RETURN_IF_ERROR(CheckOption(o.window_left >= -1, "window_left", "at least -1", o.window_left));
+  RETURN_IF_ERROR(CheckOption(o.window_right >= -1, "window_right", "at least -1", o.window_right));
+  RETURN_IF_ERROR(CheckOption(std::isfinite(o.logits_soft_cap) && o.logits_soft_cap >= 0, "logits_soft_cap",
+                              "finite and not negative", o.logits_soft_cap));
+  return CheckOption(o.precision >= 0 && o.precision <= 2, "precision", "0, 1 or 2", o.precision);
+}
+
+// q, k and v: they give every size of the call.
+inline ffi::Error ReadOperands(CallReader& call, ffi::DataType* dtype, AttentionParams* params) {
+  ffi::AnyBuffer q(CallReader::nullptr_buffer()), k = q, v = q;
+  RETURN_IF_ERROR(call.NextArg("q", &q));
+  RETURN_IF_ERROR(call.NextArg("k", &k));
+  RETURN_IF_ERROR(call.NextArg("v", &v));
+  for (auto [name, buffer] : {std::pair{"q", q}, {"k", k}, {"v", v}}) {
+    if (buffer.dimensions().size() != 4) {
+      return ffi::Error::InvalidArgument("jax_flash: " + std::string(name) + " must have 4 axes, got shape " +
+                                         ToString(DimsOf(buffer)) + ".");
+    }
+  }
+  *dtype = q.element_type();
+  switch (*dtype) {
+    case ffi::DataType::F16:
+      params->dtype = DType::kFloat16;
+      break;
+    case ffi::DataType::BF16:
+      params->dtype = DType::kBFloat16;
+      break;
+    case ffi::DataType::F32:
+      params->dtype = DType::kFloat32;
+      break;
+    case ffi::DataType::F64:
+      params->dtype = DType::kFloat64;
+      break;
+    default:
+      return ffi::Error::InvalidArgument("jax_flash: q must be float16, bfloat16, float32 or float64, got " +
+                                         ToString(*dtype) + ".");
+  }
+  const Dims q_dims = DimsOf(q), k_dims = DimsOf(k), v_dims = DimsOf(v);
+  params->batch = q_dims[0];
+  params->seqlen_q = q_dims[1];
+  params->num_heads = q_dims[2];
+  params->head_dim = q_dims[3];
+  params->seqlen_kv = k_dims[1];
+  params->num_kv_heads = k_dims[2];
+  params->head_dim_v = v_dims[3];
+  RETURN_IF_ERROR(CheckBuffer("k", k, *dtype,
+                              {params->batch, params->seqlen_kv, params->num_kv_heads, params->head_dim}));
+  RETURN_IF_ERROR(CheckBuffer("v", v, *dtype,
+                              {params->batch, params->seqlen_kv, params->num_kv_heads, params->head_dim_v}));
+  const bool heads_divide =
+      params->num_kv_heads > 0 ? params->num_heads % params->num_kv_heads == 0 : params->num_heads == 0;
+  if (!heads_divide) {
+    return ffi::Error::InvalidArgument(
+        "jax_flash: the heads of q must be a multiple of those of k and v, got " +
+        std::to_string(params->num_heads) + " and " + std::to_string(params->num_kv_heads) + ".");
+  }
+  for (int64_t size : {params->batch, params->seqlen_q, params->seqlen_kv, params->num_heads,
+                       params->head_dim, params->head_dim_v}) {
+    if (size > std::numeric_limits<int32_t>::max()) {
+      return ffi::Error::InvalidArgument("jax_flash: a dimension must be below 2^31, got " +
+                                         std::to_string(size) + ".");
+    }
+  }
+  params->q = q.untyped_data();
+  params->k = k.untyped_data();
+  params->v = v.untyped_data();
+  return ffi::Error::Success();
+}
+
+inline ffi::DataType LseType(ffi::DataType dtype) {
+  return dtype == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32;
+}
+
+// Takes `name` off the front of the comma-separated `names`, if it stands there.
+inline bool TakeName(std::string_view& names, std::string_view name) {
+  if (names.substr(0, names.find(',')) != name) return false;
+  names.remove_prefix(std::min(names.size(), name.size() + 1));
+  return true;
+}
+
+inline ffi::Error ReadOptionalOperands(CallReader& call, std::string_view names, AttentionParams* params) {
+#define OPERAND(type, name)                                                                   \
+  params->name = nullptr;                                                                     \
+  if (TakeName(names, #name)) {                                                               \
+    RETURN_IF_ERROR(call.TakeArg(#name, ffi::DataType::S32, {params->batch}, &params->name)); \
+  }
+#include "operands.def"
+#undef OPERAND
+  if (names.empty()) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument("jax_flash: attribute operands has an unknown or misplaced name in \"" +
+                                     std::string(names) + "\".");
+}
+
+inline ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary attributes,
+                              ForwardParams* params) {
+  CallReader call(args, results);
+  ffi::DataType dtype;
+  std::string_view operands;
+  RETURN_IF_ERROR(ReadOptions(attributes, &params->options));
+  RETURN_IF_ERROR(ReadAttribute(attributes, "operands", &operands));
+  RETURN_IF_ERROR(ReadOperands(call, &dtype, params));
+  RETURN_IF_ERROR(ReadOptionalOperands(call, operands, params));
+  const auto [B, T, N] = std::array{params->batch, params->seqlen_q, params->num_heads};
+  RETURN_IF_ERROR(call.TakeResult("out", dtype, {B, T, N, params->head_dim_v}, &params->out));
+  RETURN_IF_ERROR(call.TakeResult("lse", LseType(dtype), {B, T, N}, &params->lse));
+  return call.CheckAllTaken();
+}
+
+// `with_workspace`: the call carries the results that only the CUDA kernels use.
+inline ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets results,
+                               ffi::Dictionary attributes, bool with_workspace, BackwardParams* params) {
+  CallReader call(args, results);
+  ffi::DataType dtype;
+  std::string_view operands;
+  RETURN_IF_ERROR(ReadOptions(attributes, &params->options));
+  RETURN_IF_ERROR(ReadAttribute(attributes, "operands", &operands));
+  RETURN_IF_ERROR(ReadOperands(call, &dtype, params));
+  const auto [B, T, N, H] = std::array{params->batch, params->seqlen_q, params->num_heads, params->head_dim};
+  const auto [S, K, Hv] = std::array{params->seqlen_kv, params->num_kv_heads, params->head_dim_v};
+  const ffi::DataType f32 = ffi::DataType::F32;
+  RETURN_IF_ERROR(call.TakeArg("out", dtype, {B, T, N, Hv}, &params->out));
+  RETURN_IF_ERROR(call.TakeArg("lse", LseType(dtype), {B, T, N}, &params->lse));
+  RETURN_IF_ERROR(call.TakeArg("dout", dtype, {B, T, N, Hv}, &params->dout));
+  params->dlse = nullptr;
+  if (TakeName(operands, "dlse")) {
+    RETURN_IF_ERROR(call.TakeArg("dlse", LseType(dtype), {B, T, N}, &params->dlse));
+  }
+  RETURN_IF_ERROR(ReadOptionalOperands(call, operands, params));
+
+  RETURN_IF_ERROR(call.TakeResult("dq", dtype, {B, T, N, H}, &params->dq));
+  RETURN_IF_ERROR(call.TakeResult("dk", dtype, {B, S, K, H}, &params->dk));
+  RETURN_IF_ERROR(call.TakeResult("dv", dtype, {B, S, K, Hv}, &params->dv));
+  params->delta = params->lse_log2 = params->dq_accum = nullptr;
+  if (with_workspace) {
+    RETURN_IF_ERROR(call.TakeResult("delta", f32, {B, N, T}, &params->delta));
+    RETURN_IF_ERROR(call.TakeResult("lse_log2", f32, {B, N, T}, &params->lse_log2));
+    const bool is_16_bit = params->dtype == DType::kFloat16 || params->dtype == DType::kBFloat16;
+    if (is_16_bit && !params->options.deterministic) {
+      RETURN_IF_ERROR(call.TakeResult("dq_accum", f32, {B, T, N, H}, &params->dq_accum));
+    }
+  }
+  return call.CheckAllTaken();
+}
+
+}  // namespace jax_flash

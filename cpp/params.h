@@ -1,0 +1,62 @@
+// What a kernel is told: sizes, options, and pointers with their shapes. Shared by the CPU and the CUDA
+// kernels, so it includes neither XLA nor CUDA headers.
+//
+// Letters: B batch, T query length, S key length, N query heads, K key heads, H head dim, Hv value head dim.
+// Every array is dense and row-major.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_flash {
+
+enum class DType { kFloat16, kBFloat16, kFloat32, kFloat64 };
+
+struct Options {
+#define OPTION(type, name) type name;
+#include "options.def"
+#undef OPTION
+};
+
+struct AttentionParams {
+  DType dtype;  // of q, k, v, out and their gradients
+  int64_t batch;
+  int64_t seqlen_q;
+  int64_t seqlen_kv;
+  int64_t num_heads;
+  int64_t num_kv_heads;  // divides num_heads: query head n reads key head n / (num_heads / num_kv_heads)
+  int64_t head_dim;
+  int64_t head_dim_v;
+  Options options;
+
+  const void* q;  // [B, T, N, H]
+  const void* k;  // [B, S, K, H]
+  const void* v;  // [B, S, K, Hv]
+
+  // Optional operands: null when absent.
+#define OPERAND(type, name) const type* name;
+#include "operands.def"
+#undef OPERAND
+};
+
+struct ForwardParams : AttentionParams {
+  void* out;  // [B, T, N, Hv]
+  void* lse;  // [B, T, N], float32 (float64 for float64), natural log; -inf for a row that sees no key
+};
+
+struct BackwardParams : AttentionParams {
+  const void* out;   // [B, T, N, Hv]
+  const void* lse;   // [B, T, N], as the forward kernel wrote it
+  const void* dout;  // [B, T, N, Hv]
+  const void* dlse;  // [B, T, N], lse's dtype; null: zero
+
+  void* dq;  // [B, T, N, H]
+  void* dk;  // [B, S, K, H]
+  void* dv;  // [B, S, K, Hv]
+
+  // Workspace of the CUDA kernels.
+  float* delta;     // [B, N, T]: rowsum(dout * out) - dlse
+  float* lse_log2;  // [B, N, T]: lse * log2(e), made safe for exp2
+  float* dq_accum;  // [B, T, N, H]: dq summed in float32; null where dq is written directly
+};
+
+}  // namespace jax_flash
