@@ -1,0 +1,58 @@
+"""Devices for the tests: eight CPU devices, and the GPU's rows of every table where there is a GPU."""
+
+import os
+import shlex
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the workers of pytest-xdist share one GPU
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+
+def _platforms() -> list[str]:
+    try:
+        jax.devices("cuda")
+    except RuntimeError:
+        return ["cpu"]
+    return ["cpu", "cuda"]
+
+
+PLATFORMS = _platforms()
+
+
+def pytest_report_header() -> str:
+    return f"jax {jax.__version__}, platforms: {', '.join(PLATFORMS)}"
+
+
+@pytest.fixture(params=PLATFORMS)
+def platform(request) -> str:
+    """Each platform present: the test runs on its first device."""
+    return request.param
+
+
+@pytest.fixture
+def cuda() -> str:
+    """For a test that makes sense on a GPU only."""
+    if "cuda" not in PLATFORMS:
+        pytest.skip("needs a GPU")
+    return "cuda"
+
+
+@pytest.fixture(autouse=True)
+def default_device(request):
+    """Run on the CPU unless the test asks for a platform."""
+    asked = {"platform", "cuda"}.intersection(request.fixturenames)
+    name = request.getfixturevalue(asked.pop()) if asked else "cpu"
+    with jax.default_device(jax.devices(name)[0]):
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """Give each failure a line that runs it again."""
+    report = yield
+    if report.failed:
+        report.sections.append(("repro", f"python -m pytest {shlex.quote(item.nodeid)}"))
+    return report

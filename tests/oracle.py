@@ -1,0 +1,157 @@
+"""Attention and its gradients in plain numpy float64: the independent answer that every backend is judged by.
+
+`rounding` is applied to every intermediate result: with the rounding of a 16-bit type this is the same
+arithmetic done naively in that type, the baseline of the closeness rule.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+Rounding = Callable[[np.ndarray], np.ndarray]
+
+
+def to_tfloat32(x: np.ndarray) -> np.ndarray:
+    """Round to the 11 significant bits of TF32 (which has float32's range)."""
+    fraction, exponent = np.frexp(x)
+    return np.ldexp(np.round(fraction * 2**11), exponent - 11)
+
+
+def rounding_of(kind: str) -> Rounding:
+    """The rounding to "float16", "bfloat16" or "tfloat32"."""
+    if kind == "tfloat32":
+        return to_tfloat32
+    dtype = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[kind]
+    return lambda x: x.astype(dtype).astype(np.float64)
+
+
+class Result(NamedTuple):
+    out: np.ndarray  # [B, T, N, Hv]
+    lse: np.ndarray  # [B, T, N]
+    dq: np.ndarray | None = None
+    dk: np.ndarray | None = None
+    dv: np.ndarray | None = None
+
+
+def visible(
+    batch: int,
+    seqlen_q: int,
+    seqlen_kv: int,
+    *,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    query_offset: Any = 0,
+    mask: Any = None,
+    segment_ids: Any = None,
+) -> np.ndarray:
+    """Which key each query sees: bool [B, 1 or N, T, S]."""
+
+    def per_batch(x):
+        return np.broadcast_to(np.asarray(x, np.int64).reshape(-1, 1, 1, 1), (batch, 1, 1, 1))
+
+    i = np.arange(seqlen_q).reshape(1, 1, -1, 1)
+    j = np.arange(seqlen_kv).reshape(1, 1, 1, -1)
+    position = i + per_batch(query_offset)
+    seen = np.ones((batch, 1, seqlen_q, seqlen_kv), bool)
+    if query_seq_lengths is not None:
+        seen = seen & (i < per_batch(query_seq_lengths))
+    if key_value_seq_lengths is not None:
+        seen = seen & (j < per_batch(key_value_seq_lengths))
+    if is_causal:
+        seen = seen & (j <= position)
+    if local_window_size is not None:
+        left, right = np.broadcast_to(local_window_size, (2,))
+        seen = seen & (position - left <= j) & (j <= position + right)
+    if segment_ids is not None:
+        ids_q, ids_kv = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+        seen = seen & (np.asarray(ids_q)[:, None, :, None] == np.asarray(ids_kv)[:, None, None, :])
+    if mask is not None:
+        seen = seen & np.asarray(mask)
+    return seen
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    dout: Any = None,
+    dlse: Any = None,
+    *,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    bias: Any = None,
+    sinks: Any = None,
+    rounding: Rounding = lambda x: x,
+    precision: Any = None,
+    deterministic: bool = False,
+    **mask_options: Any,
+) -> Result:
+    """out and lse, and with `dout` also dq, dk, dv, of inputs [B, T, N, H], [B, S, K, H], [B, S, K, Hv]."""
+    del precision, deterministic  # they do not change the exact answer
+    q, k, v = (
+        np.moveaxis(np.asarray(x).astype(np.float64), 2, 1) for x in (q, k, v)
+    )  # [B, heads, length, dim]
+    batch, num_heads, seqlen_q, head_dim = q.shape
+    num_kv_heads, seqlen_kv = k.shape[1:3]
+    group = num_heads // max(num_kv_heads, 1)
+    k, v = (np.repeat(x, group, axis=1) for x in (k, v))
+    scale = head_dim**-0.5 if scale is None else scale
+    seen = visible(batch, seqlen_q, seqlen_kv, **mask_options)
+
+    with np.errstate(all="ignore"):
+        s = rounding(scale * rounding(q @ k.swapaxes(-1, -2)))
+        if bias is not None:
+            s = rounding(s + np.asarray(bias).astype(np.float64))
+        slope = 1.0
+        if logits_soft_cap is not None:
+            s = rounding(logits_soft_cap * np.tanh(s / logits_soft_cap))
+            slope = 1 - (s / logits_soft_cap) ** 2
+        s = np.where(seen, s, -np.inf)
+        sink = np.full((1, num_heads, 1, 1), -np.inf)
+        if sinks is not None:
+            sink = np.asarray(sinks).astype(np.float64).reshape(sink.shape)
+        top = np.maximum(s.max(-1, keepdims=True, initial=-np.inf), sink)
+        top = np.where(np.isneginf(top), 0.0, top)
+        e = np.where(seen, np.exp(s - top), 0.0)
+        total = e.sum(-1, keepdims=True) + np.exp(sink - top)
+        lse = top + np.log(total)
+        p = rounding(e / np.where(total == 0, 1.0, total))
+        # A key that is not seen has no part in the row, whatever its value: 0 * NaN would be NaN.
+        out = rounding(_product(p, v))
+        if dout is None:
+            return Result(_heads_last(out), _heads_last(lse)[..., 0])
+
+        dout = np.moveaxis(np.asarray(dout).astype(np.float64), 2, 1)
+        dlse = (
+            np.zeros(lse.shape)
+            if dlse is None
+            else np.moveaxis(np.asarray(dlse, np.float64), 2, 1)[..., None]
+        )
+        delta = (dout * out).sum(-1, keepdims=True) - np.where(np.isfinite(lse), dlse, 0.0)
+        ds = np.where(seen, p * (rounding(dout @ v.swapaxes(-1, -2)) - delta) * slope, 0.0)
+        ds = rounding(ds)
+        dq = rounding(scale * _product(ds, k))
+        dk = scale * _product(ds.swapaxes(-1, -2), q)
+        dv = _product(p.swapaxes(-1, -2), dout)
+        dk, dv = (
+            rounding(x.reshape(batch, num_kv_heads, group, seqlen_kv, x.shape[-1]).sum(2)) for x in (dk, dv)
+        )
+    return Result(
+        _heads_last(out), _heads_last(lse)[..., 0], _heads_last(dq), _heads_last(dk), _heads_last(dv)
+    )
+
+
+def _product(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """weights @ values where a weight of exactly zero takes nothing from a value that is not finite."""
+    if np.isfinite(values).all():
+        return weights @ values
+    parts = weights[..., :, :, None] * values[..., None, :, :]
+    return np.where(weights[..., None] == 0, 0.0, parts).sum(-2)
+
+
+def _heads_last(x: np.ndarray) -> np.ndarray:
+    return np.moveaxis(x, 1, 2)

@@ -1,0 +1,95 @@
+"""The backward pass against the exact gradients, over the table of cases."""
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CASES, DTYPES
+
+import jax_flash
+
+
+@pytest.mark.parametrize("kind", range(4))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_is_close_to_exact(case, kind, platform):
+    dtype, precision, rule = harness.KINDS[platform][kind]
+    got = harness.run(case, dtype, precision=precision)
+    assert {got.dq.dtype, got.dk.dtype, got.dv.dtype} == {np.dtype(DTYPES[dtype])}
+    harness.check(got, case, dtype, rule)
+
+
+@pytest.mark.parametrize("kind", range(4))
+@pytest.mark.parametrize("name", ["causal blocks", "groups of 8", "lengths", "everything"])
+def test_deterministic_is_as_close(name, kind, platform):
+    (case,) = [case for case in CASES if case.name == name]
+    dtype, precision, rule = harness.KINDS[platform][kind]
+    harness.check(harness.run(case, dtype, precision=precision, deterministic=True), case, dtype, rule)
+
+
+def test_without_the_gradient_of_lse(platform):
+    case = CASES[0]
+    q, k, v, dout, _ = case.inputs(np.float32)
+    f = jax.jit(lambda q, k, v: jax_flash.flash_attention(q, k, v, precision="highest"))
+    out, vjp = jax.vjp(f, q, k, v)
+    want = harness.oracle.attention(q, k, v, dout)
+    got = harness.oracle.Result(out, want.lse, *vjp(jnp.asarray(dout)))
+    for name in ("out", "dq", "dk", "dv"):
+        harness.assert_close(getattr(got, name), getattr(want, name), "float32", num_keys=80, name=name)
+
+
+def test_with_the_gradient_of_lse_alone(platform):
+    q, k, v, dout, dlse = CASES[0].inputs(np.float32)
+
+    def f(q, k, v):
+        lse = jax_flash.flash_attention(q, k, v, precision="highest", return_residual=True)[1]
+        return (lse * dlse).sum()
+
+    want = harness.oracle.attention(q, k, v, 0 * dout, dlse)
+    dq, dk, dv = jax.grad(f, argnums=(0, 1, 2))(q, k, v)
+    harness.assert_close(dq, want.dq, "float32", num_keys=80, name="dq")
+    harness.assert_close(dk, want.dk, "float32", num_keys=80, name="dk")
+    np.testing.assert_array_equal(dv, 0.0)
+
+
+@pytest.mark.parametrize("cotangent", [np.nan, np.inf, 1e30])
+def test_cotangent_of_an_infinite_lse_is_ignored(cotangent, platform):
+    q, k, v, dout, dlse = CASES[0].inputs(np.float32)
+    lengths = np.array([50, 80], np.int32)
+    dlse = np.where(np.arange(80)[:, None] >= lengths[:, None, None], cotangent, dlse).astype(np.float32)
+    f = jax.jit(
+        lambda q, k, v: jax_flash.flash_attention(
+            q, k, v, precision="highest", return_residual=True, query_seq_lengths=lengths
+        )
+    )
+    (out, lse), vjp = jax.vjp(f, q, k, v)
+    want = harness.oracle.attention(q, k, v, dout, dlse, query_seq_lengths=lengths)
+    got = harness.oracle.Result(out, lse, *vjp((jnp.asarray(dout), jnp.asarray(dlse))))
+    for name in want._fields:
+        harness.assert_close(getattr(got, name), getattr(want, name), "float32", num_keys=80, name=name)
+
+
+@pytest.mark.parametrize("argnums", [0, 1, 2, (0, 2), (1, 2)], ids=str)
+def test_gradients_of_some_inputs(argnums, platform):
+    q, k, v, *_ = CASES[0].inputs(np.float32)
+
+    def loss(q, k, v):
+        return jnp.sin(jax_flash.flash_attention(q, k, v, deterministic=True)).sum()
+
+    every = jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+    some = jax.grad(loss, argnums=argnums)(q, k, v)
+    pairs = [(some, argnums)] if isinstance(argnums, int) else zip(some, argnums, strict=True)
+    for got, i in pairs:
+        np.testing.assert_array_equal(got, every[i])
+
+
+def test_second_derivative_is_refused(platform):
+    """There is no kernel for it: a sentence at trace time, not a wrong number."""
+    q = jnp.ones((1, 4, 1, 8))
+
+    def slope(q):
+        return jax.grad(lambda q: jax_flash.flash_attention(q, q, q).sum())(q).sum()
+
+    with pytest.raises((NotImplementedError, TypeError)) as error:
+        jax.grad(slope)(q)
+    assert str(error.value)
