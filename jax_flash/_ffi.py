@@ -1,0 +1,92 @@
+"""Loads the native library, makes sure that this jaxlib can run it, and registers its FFI targets."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jax
+import jaxlib
+
+try:
+    from . import _library
+except ImportError as error:
+    raise ImportError(
+        f"jax_flash's native library could not be loaded ({error}). Install the package with pip, which compiles "
+        "the library (a checkout's source folder alone does not have it), with the Python that runs now."
+    ) from error
+
+_CUDA_PLATFORM = "CUDA"
+
+
+def build_info() -> dict:
+    """What the native library was built with: XLA FFI and jaxlib version, CUDA compiler, archs, kernels."""
+    return _library.build_info()
+
+
+def ffi_targets() -> tuple[str, ...]:
+    """The names of the custom calls, as `jax.export.DisabledSafetyCheck.custom_call` wants them."""
+    return tuple(sorted({name for targets in _library.registrations().values() for name in targets}))
+
+
+def check_gpu_kernels() -> None:
+    """Refuses to compile for a GPU for which the library has no kernels.
+
+    Raises:
+      NotImplementedError: the library was built without CUDA, or for newer GPUs than this machine's.
+    """
+    if _CUDA_PLATFORM not in _library.registrations():
+        raise NotImplementedError(
+            "This build of jax_flash has no CUDA kernels: no CUDA compiler was found when it was installed. "
+            "Install it again with `pip install --force-reinstall --no-cache-dir` where nvcc 12.9.1 or newer is "
+            'on the PATH or pip can download NVIDIA\'s compiler, or pass implementation="xla".'
+        )
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return  # lowering for a GPU on a machine without one
+    oldest_built = min(int(re.match(r"\d+", arch)[0]) for arch in _library.build_info()["archs"].split(";"))
+    for device in devices:
+        capability = device.compute_capability
+        if round(10 * float(capability)) < oldest_built:
+            raise NotImplementedError(
+                f"{device.device_kind} has compute capability {capability}, and this build of jax_flash has kernels "
+                f"for {oldest_built / 10} and newer. GPUs before 8.0 are not supported; for others, install it "
+                'again with kernels for that architecture (see the README), or pass implementation="xla".'
+            )
+
+
+def _runtime_ffi_version() -> tuple[int, int] | None:
+    """The XLA FFI version of the installed jaxlib, from the header it ships; None if it ships none."""
+    header = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h")
+    if not header.exists():
+        return None
+    text = header.read_text()
+    major, minor = (
+        int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", text)[1]) for part in ("MAJOR", "MINOR")
+    )
+    return major, minor
+
+
+def _check_ffi_version() -> None:
+    # XLA accepts a handler that was built with newer headers, and then fails to start the whole backend.
+    info = _library.build_info()
+    built = tuple(int(part) for part in info["ffi_version"].split("."))
+    runtime = _runtime_ffi_version()
+    if runtime is not None and (built[0] != runtime[0] or built[1] > runtime[1]):
+        raise ImportError(
+            f"jax_flash was built for XLA FFI {built[0]}.{built[1]} (jaxlib {info['jaxlib']}), but the installed "
+            f"jaxlib {jaxlib.__version__} has XLA FFI {runtime[0]}.{runtime[1]}. Upgrade jax and jaxlib to at least "
+            f"{info['jaxlib']}, or reinstall jax_flash beside the jaxlib that you want to use: "
+            "`pip install --force-reinstall --no-cache-dir --no-build-isolation`."
+        )
+
+
+def _register_targets() -> None:
+    for platform, targets in _library.registrations().items():
+        for name, handler in targets.items():
+            jax.ffi.register_ffi_target(name, handler, platform=platform)
+
+
+_check_ffi_version()
+_register_targets()

@@ -1,0 +1,162 @@
+"""The static options of the attention op: what each means, its default, its check and its normal form."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from typing import Any
+
+import jax
+import numpy as np
+
+# Wider than any sequence, and still far from overflowing the kernels' 64-bit index arithmetic.
+_WIDEST_WINDOW = 2**31 - 1
+
+# What each dot algorithm is worth to a float32 product, on the scale of jax.lax.Precision (0, 1, 2);
+# algorithms that are not listed round float32 operands once and count as the default.
+_ALGORITHM_LEVELS = {
+    "BF16_BF16_F32_X3": 1,
+    "TF32_TF32_F32_X3": 1,
+    "BF16_BF16_F32_X6": 2,
+    "BF16_BF16_F32_X9": 2,
+    "F32_F32_F32": 2,
+    "F64_F64_F64": 2,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionOptions:
+    """The options as every kernel receives them: the FFI attributes are this class's `asdict`.
+
+    The fields are plain `float`, `bool` and `int`: a NumPy scalar would hash like the Python number but lower
+    to an attribute of another type, and JAX's caches would then serve the wrong program.
+    """
+
+    scale: float  # multiplies q . k
+    is_causal: bool  # key j is visible to query i if j <= i + query_offset
+    window_left: int  # keys further than this before i + query_offset are not visible; -1: no limit
+    window_right: int  # keys further than this after i + query_offset are not visible; -1: no limit
+    logits_soft_cap: float  # c > 0: logits become c * tanh(logit / c); 0: no cap
+    precision: int  # of float32 products: 0 default, 1 high, 2 highest
+    deterministic: bool  # the backward pass sums in a fixed order
+
+    @classmethod
+    def resolve(
+        cls,
+        head_dim: int,
+        *,
+        scale: Any = None,
+        is_causal: Any = False,
+        local_window_size: Any = None,
+        logits_soft_cap: Any = None,
+        precision: Any = None,
+        deterministic: Any = False,
+    ) -> AttentionOptions:
+        """Checks and normalises the options as the user gave them.
+
+        Raises:
+          TypeError: an option has the wrong type or is a traced value.
+          ValueError: an option has a value out of its range.
+        """
+        window_left, window_right = _window(local_window_size)
+        return cls(
+            scale=1 / math.sqrt(head_dim) if scale is None else static_float("scale", scale),
+            is_causal=static_bool("is_causal", is_causal),
+            window_left=window_left,
+            window_right=window_right,
+            logits_soft_cap=0.0 if logits_soft_cap is None else _soft_cap(logits_soft_cap),
+            precision=_precision_level(precision),
+            deterministic=static_bool("deterministic", deterministic),
+        )
+
+
+def static_bool(name: str, value: Any) -> bool:
+    _refuse_traced(name, value, "bool")
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be a bool, got {describe(value)}.")
+    return bool(value)
+
+
+def static_int(name: str, value: Any) -> int:
+    _refuse_traced(name, value, "int")
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an int, got {describe(value)}.")
+    return int(value)
+
+
+def static_float(name: str, value: Any) -> float:
+    _refuse_traced(name, value, "number")
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a Python or NumPy number, got {describe(value)}.")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}.")
+    return float(value)
+
+
+def describe(value: Any) -> str:
+    """What a wrong argument is, in a few words, for an error message."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"an array of dtype {value.dtype} and shape {value.shape}"
+    return f"{value!r} of type {type(value).__name__}"
+
+
+def _refuse_traced(name: str, value: Any, expected: str) -> None:
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{name} must be a {expected} that is known when the function is traced, got the traced value "
+            f"{jax.typeof(value)}. Under jax.jit, pass it through static_argnames."
+        )
+
+
+def _window(window: Any) -> tuple[int, int]:
+    if window is None:
+        return -1, -1
+    parts = window if isinstance(window, tuple | list) else (window, window)
+    if len(parts) != 2:
+        raise ValueError(
+            f"local_window_size must be an int or a pair (left, right), got {len(parts)} parts: {window!r}."
+        )
+    left, right = (static_int("local_window_size", part) for part in parts)
+    if left < 0 or right < 0:
+        raise ValueError(f"local_window_size must have parts >= 0 (None means no window), got {window!r}.")
+    return min(left, _WIDEST_WINDOW), min(right, _WIDEST_WINDOW)
+
+
+def _soft_cap(cap: Any) -> float:
+    cap = static_float("logits_soft_cap", cap)
+    if cap <= 0:
+        raise ValueError(f"logits_soft_cap must be > 0 (None means no cap), got {cap}.")
+    return cap
+
+
+def _precision_level(precision: Any) -> int:
+    """Maps what jax.lax takes as a precision to 0, 1 or 2; of a pair, the more exact counts."""
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision
+        if precision is None:
+            return 0
+    _refuse_traced("precision", precision, "jax.lax.Precision or str")
+    if isinstance(precision, jax.lax.DotAlgorithm):
+        if np.dtype(precision.lhs_precision_type) in (np.float32, np.float64):
+            return 2
+        products = precision.num_primitive_operations
+        return 2 if products >= 6 else int(products >= 3)
+    if isinstance(precision, tuple | list) and len(precision) == 2 and None not in precision:
+        return max(_precision_level(part) for part in precision)
+    if isinstance(precision, jax.lax.DotAlgorithmPreset):
+        return _ALGORITHM_LEVELS.get(precision.name, 0)
+    if not isinstance(precision, str | jax.lax.Precision):
+        raise TypeError(
+            "precision must be None, a jax.lax.Precision, a name of one, a pair of these, or a "
+            f"jax.lax.DotAlgorithmPreset, got {describe(precision)}."
+        )
+    if isinstance(precision, str) and precision in jax.lax.DotAlgorithmPreset.__members__:
+        return _ALGORITHM_LEVELS.get(precision, 0)
+    try:
+        return jax.lax.Precision(precision).value
+    except ValueError:
+        raise ValueError(
+            'precision must be a name that jax.lax knows, such as "default", "high" or "highest", '
+            f"got {precision!r}."
+        ) from None

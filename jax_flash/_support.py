@@ -1,0 +1,225 @@
+"""What attention supports: every refusal of operands, in one place. (Options check themselves: see _options.py.)
+
+A mistake in a call is a TypeError (wrong type or dtype) or a ValueError (wrong rank, shape or value) that names the
+argument, what was expected and what came; what no fused kernel does is a NotImplementedError that names the way out.
+All are raised while the call is traced, or while it is lowered where they depend on the platform: an error in a
+running kernel could no longer name the argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _ffi
+from ._options import describe, static_float, static_int
+
+_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+_MAX_CUDA_HEAD_DIM = 256
+_USE_XLA = 'Pass implementation="xla" (plain XLA, with memory that grows as T * S).'
+
+
+def check_implementation(implementation: Any) -> None:
+    if implementation is not None and not isinstance(implementation, str):
+        raise TypeError(f"implementation must be None or a str, got {describe(implementation)}.")
+    if implementation not in (None, "xla"):
+        raise ValueError(
+            'implementation must be None (the fused kernel of the platform) or "xla" (plain XLA), got '
+            f"{implementation!r}."
+        )
+
+
+def check_qkv(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Checks query, key and value against each other and returns them as JAX arrays."""
+    query, key, value = as_array("query", query), as_array("key", key), as_array("value", value)
+    if query.dtype not in _DTYPES:
+        raise TypeError(f"query must be float16, bfloat16, float32 or float64, got {query.dtype}.")
+    if query.ndim not in (3, 4):
+        raise ValueError(f"query must have shape [B, T, N, H] or [T, N, H], got {_shape(query)}.")
+    for name, x in (("key", key), ("value", value)):
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name} must have query's dtype {query.dtype}, got {x.dtype}.")
+        if x.ndim != query.ndim:
+            raise ValueError(
+                f"{name} must have as many axes as query ({query.ndim}), got {_shape(x)} beside query's {_shape(query)}."
+            )
+        if x.shape[:-3] != query.shape[:-3]:
+            raise ValueError(f"{name} must have query's batch size {query.shape[0]}, got {_shape(x)}.")
+    num_heads, head_dim = query.shape[-2:]
+    num_kv_heads = key.shape[-2]
+    if head_dim == 0 or value.shape[-1] == 0:
+        name, x = ("query", query) if head_dim == 0 else ("value", value)
+        raise ValueError(f"{name} must have a head dim of at least 1 (its last axis), got {_shape(x)}.")
+    if key.shape[-1] != head_dim:
+        raise ValueError(f"key must have query's head dim {head_dim} (its last axis), got {_shape(key)}.")
+    if value.shape[-3] != key.shape[-3]:
+        raise ValueError(f"value must have key's length {key.shape[-3]}, got {_shape(value)}.")
+    if value.shape[-2] != num_kv_heads:
+        raise ValueError(f"value must have key's number of heads {num_kv_heads}, got {_shape(value)}.")
+    if num_heads % num_kv_heads if num_kv_heads else num_heads:
+        raise ValueError(
+            f"key must have a number of heads that divides query's {num_heads}, got {num_kv_heads} heads "
+            f"in {_shape(key)}."
+        )
+    return query, key, value
+
+
+def check_lengths(name: str, lengths: Any, batch: int | None) -> jax.Array | None:
+    """Checks sequence lengths: int32 [B], or a scalar or [1] without a batch axis (batch None)."""
+    if lengths is None:
+        return None
+    if batch is None and not hasattr(lengths, "dtype"):
+        lengths = np.int32(_int32(name, lengths))
+    return _int32_per_batch(name, lengths, batch, allow_scalar=batch is None)
+
+
+def check_query_offset(query_offset: Any, batch: int | None) -> jax.Array | None:
+    """Checks the offset, an int or int32 scalar or int32 [B]; None where it is 0."""
+    if query_offset is None:
+        return None
+    if isinstance(query_offset, np.generic) or not hasattr(query_offset, "dtype"):
+        offset = _int32("query_offset", query_offset)
+        return jnp.full((1 if batch is None else batch,), offset, jnp.int32) if offset else None
+    return _int32_per_batch("query_offset", query_offset, batch, allow_scalar=True)
+
+
+def check_bias(bias: Any, scores: tuple[int, ...]) -> jax.Array | None:
+    if bias is None:
+        return None
+    bias = as_array("bias", bias)
+    if bias.dtype not in _DTYPES:
+        raise TypeError(f"bias must be float16, bfloat16, float32 or float64, got {bias.dtype}.")
+    _check_broadcastable("bias", bias, scores)
+    return bias
+
+
+def check_mask(mask: Any, scores: tuple[int, ...]) -> jax.Array | None:
+    if mask is None:
+        return None
+    mask = as_array("mask", mask)
+    if mask.dtype != jnp.bool_:
+        raise TypeError(f"mask must be bool (True: the key is visible), got {mask.dtype}; a bias is added instead.")
+    _check_broadcastable("mask", mask, scores)
+    return mask
+
+
+def check_segment_ids(
+    segment_ids: Any, query: jax.Array, key: jax.Array
+) -> tuple[jax.Array, jax.Array] | None:
+    """Checks segment ids, and returns those of the queries and those of the keys."""
+    if segment_ids is None:
+        return None
+    if isinstance(segment_ids, tuple | list):
+        if len(segment_ids) != 2:
+            raise ValueError(
+                "segment_ids must be an array or a pair (of the queries, of the keys), got "
+                f"{len(segment_ids)} parts."
+            )
+    elif query.shape[-3] != key.shape[-3]:
+        raise ValueError(
+            "segment_ids must be a pair (of the queries, of the keys) where their lengths differ, got one "
+            f"array for lengths {query.shape[-3]} and {key.shape[-3]}."
+        )
+    else:
+        segment_ids = (segment_ids, segment_ids)
+    pair = tuple(as_array("segment_ids", ids) for ids in segment_ids)
+    for ids, x in zip(pair, (query, key), strict=True):
+        if ids.dtype != jnp.int32:
+            raise TypeError(f"segment_ids must be int32, got {ids.dtype}.")
+        if ids.shape != x.shape[:-2]:
+            raise ValueError(f"segment_ids must have shape {list(x.shape[:-2])}, got {_shape(ids)}.")
+    return pair
+
+
+def check_sinks(sinks: Any, num_heads: int) -> jax.Array | None:
+    if sinks is None:
+        return None
+    sinks = as_array("sinks", sinks)
+    if sinks.dtype not in _DTYPES:
+        raise TypeError(f"sinks must be float16, bfloat16, float32 or float64, got {sinks.dtype}.")
+    if sinks.shape != (num_heads,):
+        raise ValueError(f"sinks must have shape [N] = [{num_heads}], got {_shape(sinks)}.")
+    return sinks
+
+
+def check_dropout(dropout_rate: Any, dropout_rng: Any) -> float:
+    rate = static_float("dropout_rate", dropout_rate)
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout_rate must be at least 0 and below 1, got {rate}.")
+    if rate and dropout_rng is None:
+        raise ValueError(f"dropout_rng must be a PRNG key where dropout_rate is not 0 (it is {rate}), got None.")
+    if rate:
+        rng = as_array("dropout_rng", dropout_rng)
+        is_key = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+        if not is_key and rng.dtype != jnp.uint32:
+            raise TypeError(f"dropout_rng must be a PRNG key, as of jax.random.key, got {describe(rng)}.")
+        if rng.ndim != (0 if is_key else 1):
+            raise ValueError(f"dropout_rng must be a single PRNG key, got {_shape(rng)}.")
+    return rate
+
+
+def check_fused(**unsupported: bool) -> None:
+    """Refuses the arguments that were given and that no fused kernel takes yet."""
+    for name, is_given in unsupported.items():
+        if is_given:
+            raise NotImplementedError(f"The fused kernels do not support {name}. {_USE_XLA}")
+
+
+def check_cuda(dtype: np.dtype, head_dim: int) -> None:
+    """Refuses what the CUDA kernels do not do; called where a call is lowered for a GPU."""
+    if dtype == jnp.float64:
+        raise NotImplementedError(f"The CUDA kernels do not support float64. {_USE_XLA}")
+    if head_dim > _MAX_CUDA_HEAD_DIM:
+        raise NotImplementedError(
+            f"The CUDA kernels support head dims up to {_MAX_CUDA_HEAD_DIM}, got {head_dim}. {_USE_XLA}"
+        )
+    _ffi.check_gpu_kernels()
+
+
+def refuse_platform(platforms: Sequence[str]) -> None:
+    raise NotImplementedError(
+        f"jax_flash has kernels for the platforms cpu and cuda, not for {', '.join(platforms)}. {_USE_XLA}"
+    )
+
+
+def as_array(name: str, x: Any) -> jax.Array:
+    # Lists are refused: they would be copied element by element on every call. Python scalars too.
+    if not (isinstance(x, jax.Array | np.ndarray | np.generic) or hasattr(x, "__jax_array__")):
+        raise TypeError(f"{name} must be a JAX or NumPy array, got a value of type {type(x).__name__}.")
+    return jnp.asarray(x)
+
+
+def _int32(name: str, value: Any) -> int:
+    number = static_int(name, value)
+    if not -(2**31) <= number < 2**31:
+        raise ValueError(f"{name} must fit in int32, got {number}.")
+    return number
+
+
+def _int32_per_batch(name: str, x: Any, batch: int | None, *, allow_scalar: bool) -> jax.Array:
+    x = as_array(name, x)
+    size = 1 if batch is None else batch
+    if x.dtype != jnp.int32:
+        raise TypeError(f"{name} must be int32, got {x.dtype}.")
+    if x.shape != (size,) and not (allow_scalar and x.ndim == 0):
+        scalar = " or be a scalar" if allow_scalar else ""
+        raise ValueError(f"{name} must have shape [{size}] (the batch size){scalar}, got {_shape(x)}.")
+    return jnp.broadcast_to(x, (size,))
+
+
+def _check_broadcastable(name: str, x: jax.Array, scores: tuple[int, ...]) -> None:
+    try:
+        fits = np.broadcast_shapes(x.shape, scores) == scores
+    except ValueError:
+        fits = False
+    if not fits:
+        letters = "[B, N, T, S]" if len(scores) == 4 else "[N, T, S]"
+        raise ValueError(f"{name} must be broadcastable to {letters} = {list(scores)}, got {_shape(x)}.")
+
+
+def _shape(x: jax.Array) -> str:
+    return f"shape {list(x.shape)}"
