@@ -1,0 +1,191 @@
+"""scikit-build-core's build hooks, plus what this project's compile needs from the package index.
+
+Two things are asked for only where they are missing:
+
+* jaxlib, for the headers of the XLA FFI. They come from the oldest jaxlib that we support, because handlers built
+  with older headers work on newer runtimes and not the other way round.
+* NVIDIA's compiler, where this machine has no usable nvcc and its platform has wheels of it.
+
+Both are copied into build/deps, which outlives pip's isolated environments: the next install neither downloads them
+nor, since no path has changed, compiles anything again.
+
+The config setting `cmake.define.JAX_FLASH_CUDA` chooses the CUDA compiler: `AUTO` (the default: this machine's, else
+the package index's, else a build for the CPU only), `SYSTEM`, `PYPI`, `OFF`, or the path of an nvcc.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from scikit_build_core import build as _backend
+from scikit_build_core.build import *  # noqa: F403  (the hooks that stay as they are)
+
+_JAXLIB = "0.7.2"
+# Pinned: PTX of a newer compiler is refused by the drivers that CUDA 13.0 runs on.
+_CUDA = "13.0"
+_CUDA_PACKAGES = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
+# The compiler of CUDA 12.9.1. Those of 12.8.0 to 12.9.0 miscompile causal masks.
+_OLDEST_NVCC = (12, 9, 86)
+
+_DEPS = Path("build/deps").absolute()  # hooks run in the root of the source tree
+_DEFINE = "cmake.define."
+
+
+def get_requires_for_build_wheel(config_settings=None):
+    """Return what pip installs into the isolated environment before `build_wheel`."""
+    return _backend.get_requires_for_build_wheel(config_settings) + _requirements(config_settings)
+
+
+def get_requires_for_build_editable(config_settings=None):
+    """Return what pip installs into the isolated environment before `build_editable`."""
+    return _backend.get_requires_for_build_editable(config_settings) + _requirements(config_settings)
+
+
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    """Build a wheel."""
+    return _backend.build_wheel(wheel_directory, _resolve(config_settings), metadata_directory)
+
+
+def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
+    """Build an editable wheel."""
+    return _backend.build_editable(wheel_directory, _resolve(config_settings), metadata_directory)
+
+
+def _requirements(config_settings):
+    requirements = []
+    if not _setting(config_settings, "JAX_FLASH_JAXLIB_INCLUDE") and not _kept_jaxlib(_JAXLIB).is_dir():
+        requirements.append(f"jaxlib=={_JAXLIB}")
+    if _nvcc(config_settings) == _kept_nvcc() and not _kept_nvcc().is_file():
+        requirements.extend(f"{package}=={_CUDA}.*" for package in _CUDA_PACKAGES)
+    return requirements
+
+
+def _resolve(config_settings):
+    """Return the settings with the paths of the headers and of the compiler in them."""
+    settings = dict(config_settings or {})
+    nvcc = _nvcc(settings)
+    if nvcc == _kept_nvcc():
+        _keep_nvcc()
+    settings.pop(_DEFINE + "JAX_FLASH_CUDA", None)
+    settings[_DEFINE + "JAX_FLASH_NVCC"] = str(nvcc or "")
+    if not _setting(settings, "JAX_FLASH_JAXLIB_INCLUDE"):
+        version, include = _keep_jaxlib()
+        settings[_DEFINE + "JAX_FLASH_JAXLIB_INCLUDE"] = str(include)
+        settings[_DEFINE + "JAX_FLASH_JAXLIB_VERSION"] = version
+    return settings
+
+
+def _setting(config_settings, name):
+    return (config_settings or {}).get(_DEFINE + name, "")
+
+
+def _kept_jaxlib(version):
+    return _DEPS / f"jaxlib-{version}" / "include"
+
+
+def _keep_jaxlib():
+    """Copy jaxlib's headers to build/deps if they are not there; return their version and folder."""
+    version, kept = _JAXLIB, _kept_jaxlib(_JAXLIB)
+    if not kept.is_dir():
+        spec = importlib.util.find_spec("jaxlib")  # found, not imported: importing it takes seconds and needs NumPy
+        if spec is None:
+            raise SystemExit(f"jax_flash: no jaxlib found, whose headers the build needs: pip install jaxlib=={_JAXLIB}")
+        version = importlib.metadata.version("jaxlib")  # another one where pip's build isolation is off
+        kept = _kept_jaxlib(version)
+        if not kept.is_dir():
+            _copy(Path(spec.origin).parent / "include", kept)
+    return version, kept
+
+
+def _nvcc(config_settings):
+    """Return the path of the CUDA compiler to use, or None for a build without CUDA."""
+    choice = _setting(config_settings, "JAX_FLASH_CUDA") or "AUTO"
+    if choice.upper() in ("OFF", "NONE"):
+        return None
+    if choice.upper() not in ("AUTO", "ON", "SYSTEM", "PYPI"):
+        version = _nvcc_version(choice)
+        if version < _OLDEST_NVCC:
+            raise SystemExit(f"jax_flash: JAX_FLASH_CUDA={choice}: {_verdict(version)}")
+        return Path(choice)
+    nvcc = None if choice.upper() == "PYPI" else _system_nvcc()
+    if nvcc is None and choice.upper() != "SYSTEM" and _has_cuda_wheels():
+        nvcc = _kept_nvcc()
+    if nvcc is None:
+        if choice.upper() != "AUTO":
+            raise SystemExit(f"jax_flash: JAX_FLASH_CUDA={choice}: no usable nvcc for this machine was found.")
+        print("jax_flash: no CUDA compiler for this platform was found: building for the CPU only.", file=sys.stderr)
+    return nvcc
+
+
+def _system_nvcc():
+    """Return the first usable nvcc of CUDACXX, PATH, CUDA_HOME and /usr/local/cuda."""
+    candidates = [os.environ.get("CUDACXX"), shutil.which("nvcc")]
+    candidates += [os.path.join(root, "bin", "nvcc") for root in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if root]
+    for candidate in filter(None, candidates):
+        version = _nvcc_version(candidate)
+        if version >= _OLDEST_NVCC:
+            return Path(candidate)
+        if version:
+            print(f"jax_flash: {candidate} is passed over: {_verdict(version)}", file=sys.stderr)
+    return None
+
+
+def _nvcc_version(nvcc):
+    try:
+        output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ()
+    match = re.search(r"V(\d+)\.(\d+)\.(\d+)", output)
+    return tuple(map(int, match.groups())) if match else ()
+
+
+def _verdict(version):
+    if not version:
+        return "this is no working nvcc."
+    got = ".".join(map(str, version))
+    return f"nvcc {got} is older than that of CUDA 12.9.1 ({'.'.join(map(str, _OLDEST_NVCC))}), the oldest supported."
+
+
+def _has_cuda_wheels():
+    return (
+        sys.platform == "linux"
+        and platform.machine() in ("x86_64", "aarch64")
+        and platform.libc_ver()[0] == "glibc"
+    )
+
+
+def _kept_nvcc():
+    return _DEPS / f"cuda-{_CUDA}" / "bin" / "nvcc"
+
+
+def _keep_nvcc():
+    """Copy the compiler's wheels to build/deps, laid out as an ordinary toolkit, if it is not there."""
+    toolkit = _kept_nvcc().parent.parent
+    if toolkit.is_dir():
+        return
+    spec = importlib.util.find_spec("nvidia")
+    for root in spec.submodule_search_locations if spec else ():
+        wheels = Path(root) / "cu13"
+        if (wheels / "bin" / "nvcc").is_file():
+            # The shared libraries are half of it, and no part of a compiler that links statically.
+            _copy(wheels, toolkit, ignore=shutil.ignore_patterns("lib*.so*", "cmake"))
+            return
+    packages = " ".join(f"'{package}=={_CUDA}.*'" for package in _CUDA_PACKAGES)
+    raise SystemExit(f"jax_flash: NVIDIA's compiler was not found in this environment: pip install {packages}")
+
+
+def _copy(source, target, **options):
+    """Copy a folder so that an interrupted copy is never taken for a whole one."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f"{target.name}.{os.getpid()}")
+    shutil.copytree(source, partial, **options)
+    lib64 = partial / "lib64"
+    if (partial / "lib").is_dir() and not lib64.exists():
+        lib64.symlink_to("lib")  # where nvcc looks; the wheels have lib only
+    partial.rename(target)

@@ -1,0 +1,53 @@
+"""The native library, libjax_flash.so: its FFI handlers and what it tells of itself."""
+
+import ctypes
+import json
+from importlib.metadata import PackageNotFoundError, distribution
+
+import jax
+
+
+def _load() -> ctypes.CDLL:
+    # Beside the installed package, which in a checkout is not the one beside this file.
+    try:
+        path = distribution("jax_flash").locate_file("jax_flash/libjax_flash.so")
+    except PackageNotFoundError:
+        raise ImportError("the package is not installed") from None
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ImportError(str(error)) from error
+
+
+_dll = _load()
+_dll.JaxFlashDescription.restype = ctypes.c_char_p
+_description = json.loads(_dll.JaxFlashDescription())
+
+
+def registrations() -> dict[str, dict[str, object]]:
+    """The FFI handlers as `jax.ffi.register_ffi_target` takes them: {platform: {target: capsule}}."""
+    return {
+        platform: {
+            f"jax_flash_{direction}": jax.ffi.pycapsule(
+                getattr(_dll, f"JaxFlash{direction.capitalize()}{platform.capitalize()}")
+            )
+            for direction in ("forward", "backward")
+        }
+        for platform in _description["platforms"]
+    }
+
+
+def option_names() -> list[str]:
+    """The names of the op's options, in the order of options.def."""
+    return list(_description["options"])
+
+
+def operand_names() -> list[str]:
+    """The names of the op's optional operands, in the order of operands.def."""
+    return list(_description["operands"])
+
+
+def build_info() -> dict:
+    """What the library was built from."""
+    names = ("version", "ffi_version", "jaxlib", "cuda", "nvcc", "archs", "kernels")
+    return {name: _description[name] for name in names}
