@@ -1,0 +1,54 @@
+// The XLA FFI handlers of the CUDA kernels.
+#include <cuda_runtime_api.h>
+
+#include <cmath>
+#include <string>
+
+#include "dispatch.h"
+#include "ffi_util.h"
+
+namespace {
+
+namespace ffi = xla::ffi;
+using jax_flash::BackwardParams;
+using jax_flash::ForwardParams;
+
+ffi::Error status(const std::string& message) {
+  return message.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kInternal, message);
+}
+
+ffi::Error forward(cudaStream_t stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets results,
+                   ffi::Dictionary attributes) {
+  ForwardParams params;
+  RETURN_IF_ERROR(jax_flash::ReadForward(args, results, attributes, &params));
+  return status(jax_flash::cuda::run_forward(params, stream, device));
+}
+
+ffi::Error backward(cudaStream_t stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets results,
+                    ffi::Dictionary attributes) {
+  BackwardParams params;
+  RETURN_IF_ERROR(jax_flash::ReadBackward(args, results, attributes, /*with_workspace=*/true, &params));
+  return status(jax_flash::cuda::run_backward(params, stream, device));
+}
+
+}  // namespace
+
+// Operands and results: ffi_util.h. kCmdBufferCompatible lets XLA capture the call in a CUDA graph:
+// everything a launch depends on is in its parameters, and workspace comes as results.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashForwardCuda, forward,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashBackwardCuda, backward,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs(),
+                              {ffi::Traits::kCmdBufferCompatible});

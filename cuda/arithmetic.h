@@ -1,0 +1,32 @@
+// The kinds of arithmetic a kernel is compiled for: the element type in memory and how products are formed.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace jax_flash::cuda {
+
+// bfloat16 operands, float32 sums.
+struct bfloat16 {
+  using Element = __nv_bfloat16;
+};
+
+// float16 operands, float32 sums.
+struct float16 {
+  using Element = __half;
+};
+
+// float32 operands rounded to TF32 for the products: relative error 2^-11 an operand.
+struct tf32 {
+  using Element = float;
+};
+
+// float32 operands, each split into two TF32 numbers and multiplied in three products (Ootomo and Yokota,
+// arXiv:2203.03341): relative error 2^-22 an operand, close to float32's own.
+struct tf32x3 {
+  using Element = float;
+};
+
+}  // namespace jax_flash::cuda

@@ -1,0 +1,106 @@
+// What comes before and after the backward products: per-row statistics, and dq from its float32 sum.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cmath>
+#include <cstdint>
+
+#include "launch.h"
+#include "mask.cuh"
+#include "params.h"
+#include "softmax.cuh"
+
+namespace jax_flash::cuda {
+
+// 8 bytes of elements as floats.
+template <class Element>
+struct Vector {
+  static constexpr int kCount = 8 / sizeof(Element);
+  alignas(8) Element elements[kCount];
+};
+
+// Sum of a[i] * b[i] over a row, by one warp.
+template <class Element>
+__device__ __forceinline__ float dot(const Element* a, const Element* b, int length, int lane) {
+  using V = Vector<Element>;
+  float sum = 0;
+  if (length % V::kCount == 0) {  // rows start at multiples of their length
+    for (int i = lane; i < length / V::kCount; i += 32) {
+      const V va = reinterpret_cast<const V*>(a)[i], vb = reinterpret_cast<const V*>(b)[i];
+#pragma unroll
+      for (int j = 0; j < V::kCount; ++j) {
+        sum = fmaf(static_cast<float>(va.elements[j]), static_cast<float>(vb.elements[j]), sum);
+      }
+    }
+  } else {
+    for (int i = lane; i < length; i += 32)
+      sum = fmaf(static_cast<float>(a[i]), static_cast<float>(b[i]), sum);
+  }
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffff, sum, offset);
+  return sum;
+}
+
+// delta = rowsum(dout * out) - dlse and lse * log2(e), one warp a row; clears the row's dq_accum.
+// A row that sees no key gets lse_log2 = +inf, so that its probabilities exp2(x - inf) are 0, and delta = 0.
+template <class Element>
+__global__ void __launch_bounds__(256)
+    delta_kernel(const __grid_constant__ BackwardParams params, float* dq_accum) {
+  const int lane = threadIdx.x % 32;
+  const int64_t row = int64_t{blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32;  // of [B, T, N]
+  const int64_t seqlen_q = params.seqlen_q, num_heads = params.num_heads;
+  if (row >= params.batch * seqlen_q * num_heads) return;
+  const int head = static_cast<int>(row % num_heads);
+  const int position = static_cast<int>(row / num_heads % seqlen_q);
+  const int batch = static_cast<int>(row / num_heads / seqlen_q);
+
+  if (dq_accum) {
+    for (int64_t i = lane; i < params.head_dim; i += 32) dq_accum[row * params.head_dim + i] = 0;
+  }
+  float delta = 0, lse_log2 = INFINITY;
+  const float lse = static_cast<const float*>(params.lse)[row];
+  if (position < Mask(params, batch).q_length && lse != -INFINITY) {
+    const int head_dim_v = static_cast<int>(params.head_dim_v);
+    delta = dot(static_cast<const Element*>(params.dout) + row * head_dim_v,
+                static_cast<const Element*>(params.out) + row * head_dim_v, head_dim_v, lane);
+    if (params.dlse && lse != INFINITY) delta -= static_cast<const float*>(params.dlse)[row];
+    lse_log2 = lse * kLog2e;
+  }
+  if (lane == 0) {
+    const int64_t stats_row = (batch * num_heads + head) * seqlen_q + position;  // of [B, N, T]
+    params.delta[stats_row] = delta;
+    params.lse_log2[stats_row] = lse_log2;
+  }
+}
+
+template <class Element>
+cudaError_t launch_delta(const BackwardParams& params, float* dq_accum, const LaunchContext& context) {
+  constexpr int kThreads = 256;
+  const int64_t rows = params.batch * params.seqlen_q * params.num_heads;
+  return launch(delta_kernel<Element>, ceil_div(rows, kThreads / 32), kThreads, 0, context, params, dq_accum);
+}
+
+// dq_accum, of `count` elements, to dq.
+template <class Element>
+__global__ void __launch_bounds__(256) convert_kernel(const float* dq_accum, Element* dq, int64_t count) {
+  const int64_t first = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * 4;
+  if (first + 4 <= count) {
+    const float4 x = *reinterpret_cast<const float4*>(dq_accum + first);
+    *reinterpret_cast<Vector<Element>*>(dq + first) = {static_cast<Element>(x.x), static_cast<Element>(x.y),
+                                                       static_cast<Element>(x.z), static_cast<Element>(x.w)};
+  } else {
+    for (int64_t i = first; i < count; ++i) dq[i] = static_cast<Element>(dq_accum[i]);
+  }
+}
+
+template <class Element>
+cudaError_t launch_convert(const BackwardParams& params, const LaunchContext& context) {
+  constexpr int kThreads = 256;
+  const int64_t count = params.batch * params.seqlen_q * params.num_heads * params.head_dim;
+  return launch(convert_kernel<Element>, ceil_div(count, 4 * kThreads), kThreads, 0, context,
+                static_cast<const float*>(params.dq_accum), static_cast<Element*>(params.dq), count);
+}
+
+}  // namespace jax_flash::cuda

@@ -1,0 +1,150 @@
+#include "dispatch.h"
+
+#include <cstring>
+
+#include "arithmetic.h"
+#include "delta.cuh"
+#include "launch.h"
+#include "sm80/backward.cuh"
+#include "sm80/backward_dq.cuh"
+#include "sm80/forward.cuh"
+
+// Each kernel is compiled in a unit of its own.
+#define KERNEL(direction, arch, arithmetic, head_dim)                                                  \
+  extern template cudaError_t jax_flash::cuda::arch::direction<jax_flash::cuda::arithmetic, head_dim>( \
+      const jax_flash::cuda::direction##_params&, const jax_flash::cuda::LaunchContext&);
+#include "kernels.inc"
+#undef KERNEL
+
+namespace jax_flash::cuda {
+namespace {
+
+enum class Direction { forward, backward, backward_dq };
+enum class Arithmetic { bfloat16, float16, tf32, tf32x3 };
+
+struct Kernel {
+  Direction direction;
+  Arithmetic arithmetic;
+  int64_t head_dim;
+  const char* name;
+  cudaError_t (*run)(const AttentionParams& params, const LaunchContext& context);
+};
+
+template <class Params, cudaError_t (*kRun)(const Params&, const LaunchContext&)>
+cudaError_t run(const AttentionParams& params, const LaunchContext& context) {
+  return kRun(static_cast<const Params&>(params), context);
+}
+
+// In the order of kernels.cmake: of one direction and arithmetic, head dims ascend.
+const Kernel kKernels[] = {
+#define KERNEL(direction_, arch, arithmetic_, head_dim_)      \
+  {Direction::direction_, Arithmetic::arithmetic_, head_dim_, \
+   #direction_ " " #arch " " #arithmetic_ " " #head_dim_,     \
+   run<direction_##_params, arch::direction_<cuda::arithmetic_, head_dim_>>},
+#include "kernels.inc"
+#undef KERNEL
+};
+
+Arithmetic arithmetic_of(const AttentionParams& params) {
+  switch (params.dtype) {
+    case DType::kFloat16:
+      return Arithmetic::float16;
+    case DType::kBFloat16:
+      return Arithmetic::bfloat16;
+    default:
+      return params.options.precision == 0 ? Arithmetic::tf32 : Arithmetic::tf32x3;
+  }
+}
+
+std::string describe(cudaError_t error) {
+  return error == cudaSuccess ? ""
+                              : std::string("jax_flash: CUDA reported: ") + cudaGetErrorString(error) + ".";
+}
+
+std::string run_kernel(Direction direction, const AttentionParams& params, const LaunchContext& context) {
+  const int64_t head_dim = std::max(params.head_dim, params.head_dim_v);
+  for (const Kernel& kernel : kKernels) {
+    if (kernel.direction == direction && kernel.arithmetic == arithmetic_of(params) &&
+        head_dim <= kernel.head_dim) {
+      return describe(kernel.run(params, context));
+    }
+  }
+  return "jax_flash: no CUDA kernel was compiled for head_dim " + std::to_string(head_dim) +
+         "; implementation=\"xla\" has no such limit.";
+}
+
+// Makes `device` current for as long as it lives: the calling thread may have another one.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    if (cudaGetDevice(&previous_) != cudaSuccess) previous_ = device;
+    if (previous_ != device) cudaSetDevice(device);
+    current_ = device;
+  }
+  ~DeviceGuard() {
+    if (previous_ != current_) cudaSetDevice(previous_);
+  }
+
+ private:
+  int previous_ = 0, current_ = 0;
+};
+
+std::string make_context(const AttentionParams& params, cudaStream_t stream, int device,
+                         LaunchContext* context) {
+  if (params.dtype == DType::kFloat64) return "jax_flash: float64 has no CUDA kernel.";
+  context->stream = stream;
+  cudaError_t error = cudaDeviceGetAttribute(&context->shared_memory_per_block,
+                                             cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&context->shared_memory_per_sm,
+                                   cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  }
+  return describe(error);
+}
+
+}  // namespace
+
+std::string run_forward(const ForwardParams& params, cudaStream_t stream, int device) {
+  const DeviceGuard guard(device);
+  LaunchContext context;
+  if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
+  return run_kernel(Direction::forward, params, context);
+}
+
+std::string run_backward(const BackwardParams& params, cudaStream_t stream, int device) {
+  const DeviceGuard guard(device);
+  LaunchContext context;
+  if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
+
+  // float32 gradients are summed where they are wanted.
+  float* dq_accum = params.dtype == DType::kFloat32 ? static_cast<float*>(params.dq) : params.dq_accum;
+  if (params.options.deterministic) dq_accum = nullptr;
+  cudaError_t error = cudaSuccess;
+  switch (params.dtype) {
+    case DType::kFloat16:
+      error = launch_delta<__half>(params, dq_accum, context);
+      break;
+    case DType::kBFloat16:
+      error = launch_delta<__nv_bfloat16>(params, dq_accum, context);
+      break;
+    default:
+      error = launch_delta<float>(params, dq_accum, context);
+      break;
+  }
+  if (error != cudaSuccess) return describe(error);
+
+  if (std::string message = run_kernel(Direction::backward, params, context); !message.empty())
+    return message;
+  if (params.options.deterministic) return run_kernel(Direction::backward_dq, params, context);
+  if (params.dtype == DType::kFloat16) return describe(launch_convert<__half>(params, context));
+  if (params.dtype == DType::kBFloat16) return describe(launch_convert<__nv_bfloat16>(params, context));
+  return "";
+}
+
+std::vector<std::string> kernel_names() {
+  std::vector<std::string> names;
+  for (const Kernel& kernel : kKernels) names.push_back(kernel.name);
+  return names;
+}
+
+}  // namespace jax_flash::cuda

@@ -1,0 +1,14 @@
+# The one list of compiled kernels: jax_flash_kernel(direction arch arithmetic head_dim).
+#
+# A row becomes one translation unit, made from kernel.cu.in, and one entry of dispatch.cu's table. `direction` and
+# `arch` name the header (cuda/<arch>/<direction>.cuh); `arithmetic` is a type of cuda/arithmetic.h; a head dim in
+# between runs on the next larger kernel, zero-filled.
+set(JAX_FLASH_HEAD_DIMS 64 128 256 CACHE STRING "Head dims for which CUDA kernels are compiled")
+
+foreach(head_dim IN LISTS JAX_FLASH_HEAD_DIMS)
+  foreach(arithmetic IN ITEMS bfloat16 float16 tf32 tf32x3)
+    jax_flash_kernel(forward sm80 ${arithmetic} ${head_dim})
+    jax_flash_kernel(backward sm80 ${arithmetic} ${head_dim})
+    jax_flash_kernel(backward_dq sm80 ${arithmetic} ${head_dim})
+  endforeach()
+endforeach()

@@ -1,0 +1,37 @@
+// What every launcher needs beside the parameters of the attention.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+namespace jax_flash::cuda {
+
+struct LaunchContext {
+  cudaStream_t stream;
+  int shared_memory_per_sm;     // bytes
+  int shared_memory_per_block;  // bytes, with the opt-in
+};
+
+// Launches `kernel` on a one-dimensional grid (the other dimensions end at 65,535) with `shared_bytes` of
+// dynamic shared memory. Nothing is launched for an empty grid.
+template <class... Parameters>
+cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes,
+                   const LaunchContext& context, const Parameters&... parameters) {
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidConfiguration;
+  if (shared_bytes > 48 * 1024) {
+    // Once a device would do, but costs a table of devices; this is half a microsecond.
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return error;
+  }
+  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, context.stream>>>(parameters...);
+  return cudaGetLastError();
+}
+
+__host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace jax_flash::cuda

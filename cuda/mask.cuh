@@ -1,0 +1,65 @@
+// Which (query, key) pairs are visible: the only place that knows causal, window, lengths and offset.
+//
+// Query row i sees the keys first_key(i) <= j <= last_key(i), an interval whose ends never fall as i grows.
+// So a tile's range of keys is read off its first and last row, and a block of keys' range of rows likewise.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace jax_flash::cuda {
+
+struct Mask {
+  int lowest;     // key j is visible to query i only if i + lowest <= j
+  int highest;    // and j <= i + highest; both saturated, which is exact for positions in [0, 2^31)
+  int q_length;   // rows beyond see nothing
+  int kv_length;  // keys beyond are not seen
+
+  __device__ Mask(const AttentionParams& params, int batch) {
+    const Options& options = params.options;
+    const int64_t offset = params.query_offset ? params.query_offset[batch] : 0;
+    const int64_t left = options.window_left, right = options.is_causal ? 0 : options.window_right;
+    lowest = left < 0 ? -kFar : clamp(offset - min(left, kFarther), -kFar, kFar);
+    highest = right < 0 ? kFar : clamp(offset + min(right, kFarther), -kFar, kFar);
+    q_length = length(params.query_seq_lengths, batch, params.seqlen_q);
+    kv_length = length(params.key_value_seq_lengths, batch, params.seqlen_kv);
+  }
+
+  __device__ int first_key(int row) const { return clamp(int64_t{row} + lowest, 0, kv_length); }
+
+  // -1 where the row sees no key.
+  __device__ int last_key(int row) const {
+    return row < q_length ? clamp(int64_t{row} + highest, -1, kv_length - 1) : -1;
+  }
+
+  // Rows first_query(n) <= i <= last_query(n') are those that may see a key in n..n'.
+  __device__ int first_query(int first_key) const { return clamp(int64_t{first_key} - highest, 0, q_length); }
+  __device__ int last_query(int last_key) const {
+    return last_key < 0 ? -1 : clamp(int64_t{last_key} - lowest, -1, q_length - 1);
+  }
+
+  // Does every row of [row, row + rows) see every key of [key, key + keys)?
+  __device__ bool covers(int row, int rows, int key, int keys) const {
+    return first_key(row + rows - 1) <= key && key + keys - 1 <= last_key(row) && row + rows <= q_length;
+  }
+
+  // Does no row of [row, row + rows) see a key of [key, key + keys)?
+  __device__ bool hides(int row, int rows, int key, int keys) const {
+    const int last_row = min(row + rows, q_length) - 1;
+    return last_row < row || key > last_key(last_row) || key + keys - 1 < first_key(row);
+  }
+
+ private:
+  static constexpr int kFar = 0x7fffffff;
+  static constexpr int64_t kFarther = int64_t{1} << 40;  // more than offset and kFar together
+
+  __device__ static int clamp(int64_t value, int low, int high) {
+    return static_cast<int>(max(int64_t{low}, min(value, int64_t{high})));
+  }
+  __device__ static int length(const int32_t* lengths, int batch, int64_t full) {
+    return lengths ? clamp(lengths[batch], 0, static_cast<int>(full)) : static_cast<int>(full);
+  }
+};
+
+}  // namespace jax_flash::cuda

@@ -1,0 +1,88 @@
+// Moves between global memory, shared memory and registers.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_flash::cuda::ptx {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies kBytes to shared memory asynchronously; writes zeros, and reads nothing, where `valid` is false.
+// cp.async bypasses L1 (.cg) only at 16 bytes. Both addresses aligned to kBytes.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(uint32_t shared, const void* global, bool valid) {
+  static_assert(kBytes == 4 || kBytes == 16);
+  const int source_bytes = valid ? kBytes : 0;
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(source_bytes)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(source_bytes)
+                 : "memory");
+  }
+}
+
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most kPending of this thread's latest copy groups are unfinished.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Four 8 x 16-byte matrices; lane l gives the address of row l % 8 of matrix l / 8. Addresses aligned to 16
+// bytes.
+__device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared)
+               : "memory");
+}
+
+// The same, each matrix transposed as 8 x 8 elements of 16 bits.
+__device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&r)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared)
+               : "memory");
+}
+
+// 16 bytes. Address aligned to 16 bytes.
+__device__ __forceinline__ void load_shared_x4(uint32_t (&r)[4], uint32_t shared) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t shared, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
+}
+
+// Adds to global memory without waiting for the result. kCount neighbours in one instruction where the chip
+// has it (compute capability 9.0); the address aligned to 4 * kCount bytes.
+template <int kCount>
+__device__ __forceinline__ void reduce_add(float* global, const float (&value)[kCount]) {
+  static_assert(kCount == 1 || kCount == 2 || kCount == 4);
+#if __CUDA_ARCH__ >= 900
+  if constexpr (kCount == 4) {
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(value[0]), "f"(value[1]),
+                 "f"(value[2]), "f"(value[3])
+                 : "memory");
+  } else if constexpr (kCount == 2) {
+    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(global), "f"(value[0]), "f"(value[1])
+                 : "memory");
+  } else {
+    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(global), "f"(value[0]) : "memory");
+  }
+#else
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(global + i), "f"(value[i]) : "memory");
+  }
+#endif
+}
+
+}  // namespace jax_flash::cuda::ptx

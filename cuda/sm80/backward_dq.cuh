@@ -1,0 +1,178 @@
+// dq alone, without atomics: the second half of the deterministic backward.
+//
+// Built like the forward kernel: a block owns kBlockM rows of dq for one head and walks the visible blocks of
+// keys; p, dp and ds stay in a warp's registers and ds is the first operand of dq += ds k as it lies there.
+#pragma once
+
+#include "arithmetic.h"
+#include "launch.h"
+#include "mask.cuh"
+#include "params.h"
+#include "sm80/product.cuh"
+#include "sm80/scores.cuh"
+#include "sm80/shared_tile.cuh"
+#include "softmax.cuh"
+#include "tiles.h"
+
+namespace jax_flash::cuda {
+using backward_dq_params = BackwardParams;
+}
+
+namespace jax_flash::cuda::sm80 {
+
+struct BackwardDqArguments {
+  BackwardParams params;
+  LogitScale logit;
+  int q_copy_bytes, k_copy_bytes, v_copy_bytes, dout_copy_bytes;
+};
+
+template <class Arithmetic, int kHeadDim>
+struct BackwardDqConfig {
+  using Element = typename Arithmetic::Element;
+  static constexpr BackwardDqTile kTile = backward_dq_tile(sizeof(Element), kHeadDim);
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
+  static constexpr int kThreads = 32 * kTile.warps;
+  static constexpr int kWarpRows = kBlockM / kTile.warps;
+  using QTile = SharedTile<Arithmetic, kBlockM, kHeadDim>;
+  using KvTile = SharedTile<Arithmetic, kBlockN, kHeadDim>;
+  static constexpr int kSharedBytes = 2 * QTile::kBytes + 2 * kStages * KvTile::kBytes;
+};
+
+template <class Arithmetic, int kHeadDim>
+__global__ void __launch_bounds__(BackwardDqConfig<Arithmetic, kHeadDim>::kThreads,
+                                  BackwardDqConfig<Arithmetic, kHeadDim>::kTile.blocks_per_sm)
+    backward_dq_kernel(const __grid_constant__ BackwardDqArguments arguments) {
+  using Config = BackwardDqConfig<Arithmetic, kHeadDim>;
+  using Element = typename Config::Element;
+  using QTile = typename Config::QTile;
+  using KvTile = typename Config::KvTile;
+  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kStages = Config::kStages;
+  constexpr int kThreads = Config::kThreads, kWarpRows = Config::kWarpRows;
+  constexpr int kMTiles = kWarpRows / 16, kNTiles = kBlockN / 8;
+  const BackwardParams& params = arguments.params;
+
+  // ---- Which tile: the last rows first, which see the most keys when causal ----
+  const int seqlen_q = static_cast<int>(params.seqlen_q), num_heads = static_cast<int>(params.num_heads);
+  const int seqlen_kv = static_cast<int>(params.seqlen_kv),
+            num_kv_heads = static_cast<int>(params.num_kv_heads);
+  const int num_m_blocks = (seqlen_q + kBlockM - 1) / kBlockM;
+  const int m_start = (num_m_blocks - 1 - blockIdx.x % num_m_blocks) * kBlockM;
+  const int head = blockIdx.x / num_m_blocks % num_heads;
+  const int batch = blockIdx.x / num_m_blocks / num_heads;
+  const int kv_head = head / (num_heads / num_kv_heads);
+
+  const Mask mask(params, batch);
+  const int m_last = min(m_start + kBlockM, mask.q_length) - 1;
+  const int n_begin = m_last < m_start ? 0 : mask.first_key(m_start) / kBlockN;
+  const int n_end = m_last < m_start ? 0 : (mask.last_key(m_last) + kBlockN) / kBlockN;
+
+  const int head_dim = static_cast<int>(params.head_dim), head_dim_v = static_cast<int>(params.head_dim_v);
+  const int64_t kv_row0 = (int64_t{batch} * seqlen_kv) * num_kv_heads + kv_head;
+  const int64_t q_row0 = (int64_t{batch} * seqlen_q) * num_heads + head;
+  const int64_t stats_row0 = (int64_t{batch} * num_heads + head) * seqlen_q;
+  const GlobalRows<Element> gK{static_cast<const Element*>(params.k) + kv_row0 * head_dim,
+                               int64_t{num_kv_heads} * head_dim, head_dim, arguments.k_copy_bytes};
+  const GlobalRows<Element> gV{static_cast<const Element*>(params.v) + kv_row0 * head_dim_v,
+                               int64_t{num_kv_heads} * head_dim_v, head_dim_v, arguments.v_copy_bytes};
+  const GlobalRows<Element> gQ{static_cast<const Element*>(params.q) + q_row0 * head_dim,
+                               int64_t{num_heads} * head_dim, head_dim, arguments.q_copy_bytes};
+  const GlobalRows<Element> gDout{static_cast<const Element*>(params.dout) + q_row0 * head_dim_v,
+                                  int64_t{num_heads} * head_dim_v, head_dim_v, arguments.dout_copy_bytes};
+
+  extern __shared__ __align__(128) uint8_t shared[];
+  const QTile sQ{ptx::shared_address(shared)};       // [kBlockM, kHeadDim]
+  const QTile sDout{sQ.base + QTile::kBytes};        // [kBlockM, kHeadDim]
+  const uint32_t ring = sDout.base + QTile::kBytes;  // [kStages, 2, kBlockN, kHeadDim]: k, v
+
+  // Item i is block n_end - 1 - i of keys and values.
+  const int num_items = n_end - n_begin;
+  auto load_item = [&](int item) {
+    if (item < num_items) {
+      const int row = (n_end - 1 - item) * kBlockN;
+      const KvTile sK{ring + item % kStages * 2 * KvTile::kBytes}, sV{sK.base + KvTile::kBytes};
+      load_tile<kThreads>(sK, gK, row, mask.kv_length);
+      load_tile<kThreads>(sV, gV, row, mask.kv_length);
+    }
+    ptx::copy_async_commit();
+  };
+  if (num_items > 0) {
+    load_tile<kThreads>(sQ, gQ, m_start, mask.q_length);
+    load_tile<kThreads>(sDout, gDout, m_start, mask.q_length);
+    load_item(0);
+  }
+
+  const int warp_row = threadIdx.x / 32 * kWarpRows;
+  const int warp_m = m_start + warp_row;
+  float lse_log2[kMTiles][2], delta[kMTiles][2];
+  load_row_stats(lse_log2, params.lse_log2 + stats_row0 + warp_m, seqlen_q - warp_m, INFINITY);
+  load_row_stats(delta, params.delta + stats_row0 + warp_m, seqlen_q - warp_m, 0);
+  float dq[kMTiles][kHeadDim / 8][4];
+  clear(dq);
+
+#pragma unroll 1
+  for (int item = 0; item < num_items; ++item) {
+    const int n_start = (n_end - 1 - item) * kBlockN;
+    const KvTile sK{ring + item % kStages * 2 * KvTile::kBytes};  // [kBlockN, kHeadDim]
+    const KvTile sV{sK.base + KvTile::kBytes};                    // [kBlockN, kHeadDim]
+
+    // This item has come, to all threads, and all are done with the one before it.
+    ptx::copy_async_wait<0>();
+    __syncthreads();
+    if constexpr (kStages > 1) load_item(item + 1);
+
+    if (!mask.hides(warp_m, kWarpRows, n_start, kBlockN)) {
+      // ---- p = exp(q k^T - lse), ds = p * (dout v^T - delta) ----
+      const bool covered = mask.covers(warp_m, kWarpRows, n_start, kBlockN);
+      float p[kMTiles][kNTiles][4], ds[kMTiles][kNTiles][4];
+      clear(p);
+      multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
+          p, KMajorA<Arithmetic, QTile, kMTiles>(sQ, warp_row), KMajorB<Arithmetic, KvTile>(sK, 0));
+      recompute_probabilities(p, arguments.logit, lse_log2, [](auto&) {});
+      clear(ds);
+      multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
+          ds, KMajorA<Arithmetic, QTile, kMTiles>(sDout, warp_row), KMajorB<Arithmetic, KvTile>(sV, 0));
+      score_gradients(ds, p, delta);
+      if (!covered) fill_hidden(ds, mask, warp_m, n_start, 0);
+
+      // ---- dq += ds k ----
+      multiply_add<Arithmetic, kBlockN / kStepK<Arithmetic>>(dq, RegisterA<Arithmetic, kMTiles, kNTiles>{ds},
+                                                             MnMajorB<Arithmetic, KvTile>(sK, 0));
+    }
+    if constexpr (kStages == 1) {
+      __syncthreads();
+      load_item(item + 1);
+    }
+  }
+
+  // ---- Write dq; rows beyond the length get zeros ----
+#pragma unroll
+  for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = warp_m + accumulator_row(mt, h);
+      if (row >= seqlen_q) continue;
+      const bool seeing = mask.first_key(row) <= mask.last_key(row);
+      Element* gDq = static_cast<Element*>(params.dq) + (q_row0 + int64_t{row} * num_heads) * head_dim;
+      for_each_run<Arithmetic>(dq, mt, h, [&](int column, const auto& values) {
+        store_run<Arithmetic>(gDq, column, head_dim, seeing, arguments.logit.scale, values);
+      });
+    }
+  }
+}
+
+template <class Arithmetic, int kHeadDim>
+cudaError_t backward_dq(const BackwardParams& params, const LaunchContext& context) {
+  using Config = BackwardDqConfig<Arithmetic, kHeadDim>;
+  using Element = typename Config::Element;
+  const BackwardDqArguments arguments{params,
+                                      LogitScale(params.options),
+                                      copy_bytes<Element>(params.q, params.head_dim),
+                                      copy_bytes<Element>(params.k, params.head_dim),
+                                      copy_bytes<Element>(params.v, params.head_dim_v),
+                                      copy_bytes<Element>(params.dout, params.head_dim_v)};
+  const int64_t blocks = ceil_div(params.seqlen_q, Config::kBlockM) * params.num_heads * params.batch;
+  return launch(backward_dq_kernel<Arithmetic, kHeadDim>, blocks, Config::kThreads, Config::kSharedBytes,
+                context, arguments);
+}
+
+}  // namespace jax_flash::cuda::sm80

@@ -1,0 +1,176 @@
+// Forward attention with mma.sync and cp.async, compute capability 8.0 and up (Dao, arXiv:2307.08691).
+//
+// A block computes kBlockM rows of out for one head. Its warps take kBlockM / kWarps rows each and walk the
+// visible blocks of keys from the last to the first, so that a causal row meets its diagonal, and most likely
+// its largest score, first. Keys and values come through one ring of buffers in the order k, v, k, v, ...
+#pragma once
+
+#include "arithmetic.h"
+#include "launch.h"
+#include "mask.cuh"
+#include "params.h"
+#include "sm80/product.cuh"
+#include "sm80/scores.cuh"
+#include "sm80/shared_tile.cuh"
+#include "softmax.cuh"
+#include "tiles.h"
+
+namespace jax_flash::cuda {
+using forward_params = ForwardParams;
+}
+
+namespace jax_flash::cuda::sm80 {
+
+struct ForwardArguments {
+  ForwardParams params;
+  LogitScale logit;
+  int q_copy_bytes, k_copy_bytes, v_copy_bytes;
+};
+
+template <class Arithmetic, int kHeadDim>
+struct ForwardConfig {
+  using Element = typename Arithmetic::Element;
+  static constexpr ForwardTile kTile = forward_tile(sizeof(Element), kHeadDim);
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
+  static constexpr int kThreads = 32 * kTile.warps;
+  static constexpr int kWarpRows = kBlockM / kTile.warps;
+  static_assert(kStages % 2 == 0, "the item loaded behind keys is values");
+  using QTile = SharedTile<Arithmetic, kBlockM, kHeadDim>;
+  using KvTile = SharedTile<Arithmetic, kBlockN, kHeadDim>;
+  static constexpr int kSharedBytes = QTile::kBytes + kStages * KvTile::kBytes;
+};
+
+template <class Arithmetic, int kHeadDim>
+__global__ void __launch_bounds__(ForwardConfig<Arithmetic, kHeadDim>::kThreads,
+                                  ForwardConfig<Arithmetic, kHeadDim>::kTile.blocks_per_sm)
+    forward_kernel(const __grid_constant__ ForwardArguments arguments) {
+  using Config = ForwardConfig<Arithmetic, kHeadDim>;
+  using Element = typename Config::Element;
+  using QTile = typename Config::QTile;
+  using KvTile = typename Config::KvTile;
+  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kStages = Config::kStages;
+  constexpr int kThreads = Config::kThreads, kWarpRows = Config::kWarpRows;
+  constexpr int kMTiles = kWarpRows / 16, kNTiles = kBlockN / 8, kOutTiles = kHeadDim / 8;
+  const ForwardParams& params = arguments.params;
+
+  // ---- Which tile: the last rows first, which see the most keys when causal ----
+  const int seqlen_q = static_cast<int>(params.seqlen_q), num_heads = static_cast<int>(params.num_heads);
+  const int num_m_blocks = (seqlen_q + kBlockM - 1) / kBlockM;
+  const int m_block = num_m_blocks - 1 - blockIdx.x % num_m_blocks;
+  const int head = blockIdx.x / num_m_blocks % num_heads;
+  const int batch = blockIdx.x / num_m_blocks / num_heads;
+  const int kv_head = head / (num_heads / static_cast<int>(params.num_kv_heads));
+  const int m_start = m_block * kBlockM;
+
+  const Mask mask(params, batch);
+  const int m_last = min(m_start + kBlockM, mask.q_length) - 1;
+  const int n_begin = m_last < m_start ? 0 : mask.first_key(m_start) / kBlockN;
+  const int n_end = m_last < m_start ? 0 : (mask.last_key(m_last) + kBlockN) / kBlockN;
+
+  const int64_t kv_row0 = (batch * params.seqlen_kv) * params.num_kv_heads + kv_head;
+  const int64_t q_row0 = (batch * params.seqlen_q) * params.num_heads + head;
+  const int head_dim = static_cast<int>(params.head_dim), head_dim_v = static_cast<int>(params.head_dim_v);
+  const GlobalRows<Element> gQ{static_cast<const Element*>(params.q) + q_row0 * head_dim,
+                               params.num_heads * head_dim, head_dim, arguments.q_copy_bytes};
+  const GlobalRows<Element> gK{static_cast<const Element*>(params.k) + kv_row0 * head_dim,
+                               params.num_kv_heads * head_dim, head_dim, arguments.k_copy_bytes};
+  const GlobalRows<Element> gV{static_cast<const Element*>(params.v) + kv_row0 * head_dim_v,
+                               params.num_kv_heads * head_dim_v, head_dim_v, arguments.v_copy_bytes};
+
+  extern __shared__ __align__(128) uint8_t shared[];
+  const QTile sQ{ptx::shared_address(shared)};  // [kBlockM, kHeadDim]
+  auto sKv = [&](int stage) {
+    return KvTile{sQ.base + QTile::kBytes + stage * KvTile::kBytes};
+  };  // [kBlockN, kHeadDim]
+
+  // Item 2i of the ring is the keys, item 2i + 1 the values, of block n_end - 1 - i.
+  const int num_items = 2 * (n_end - n_begin);
+  auto load_item = [&](int item, const GlobalRows<Element>& source) {
+    if (item < num_items) {
+      load_tile<kThreads>(sKv(item % kStages), source, (n_end - 1 - item / 2) * kBlockN, mask.kv_length);
+    }
+    ptx::copy_async_commit();  // an empty group keeps the count
+  };
+  // The oldest item has come, to all threads, and all are done with the one before it, whose buffer is free.
+  auto wait_item = [] {
+    ptx::copy_async_wait<kStages - 2>();
+    __syncthreads();
+  };
+
+  if (num_items > 0) load_tile<kThreads>(sQ, gQ, m_start, mask.q_length);
+#pragma unroll
+  for (int item = 0; item < kStages - 1; ++item) load_item(item, item % 2 ? gV : gK);
+
+  const int warp_row = threadIdx.x / 32 * kWarpRows;
+  const int warp_m = m_start + warp_row;
+  const KMajorA<Arithmetic, QTile, kMTiles> q(sQ, warp_row);
+  float out[kMTiles][kOutTiles][4];
+  clear(out);
+  OnlineSoftmax<kMTiles> softmax;
+
+#pragma unroll 1
+  for (int item = 0; item < num_items; item += 2) {
+    const int n_start = (n_end - 1 - item / 2) * kBlockN;
+    const bool hidden = mask.hides(warp_m, kWarpRows, n_start, kBlockN);
+    float scores[kMTiles][kNTiles][4];
+
+    // ---- scores = q k^T ----
+    wait_item();
+    load_item(item + kStages - 1, gV);
+    if (!hidden) {
+      clear(scores);
+      multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
+          scores, q, KMajorB<Arithmetic, KvTile>(sKv(item % kStages), 0));
+
+      // ---- Mask, softmax ----
+      transform_scores(scores, arguments.logit);
+      if (!mask.covers(warp_m, kWarpRows, n_start, kBlockN))
+        fill_hidden(scores, mask, warp_m, n_start, -INFINITY);
+      softmax.update(scores, out, arguments.logit.scale_log2);
+    }
+
+    // ---- out += p v ----
+    wait_item();
+    load_item(item + kStages, gK);
+    if (!hidden) {
+      multiply_add<Arithmetic, kBlockN / kStepK<Arithmetic>>(
+          out, RegisterA<Arithmetic, kMTiles, kNTiles>{scores},
+          MnMajorB<Arithmetic, KvTile>(sKv((item + 1) % kStages), 0));
+    }
+  }
+
+  // ---- Normalise, write out and lse ----
+  Element* gOut = static_cast<Element*>(params.out) + q_row0 * head_dim_v;
+  float* gLse = static_cast<float*>(params.lse) + q_row0;
+#pragma unroll
+  for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float normalizer;
+      const float lse = softmax.finish(mt, h, &normalizer);
+      const int row = warp_m + accumulator_row(mt, h);
+      if (row >= seqlen_q) continue;
+      // A row that sees no key: its tile's other rows may have put 0 * NaN into it.
+      const bool empty = lse == -INFINITY;
+      Element* row_out = gOut + row * params.num_heads * head_dim_v;
+      for_each_run<Arithmetic>(out, mt, h, [&](int column, const auto& values) {
+        store_run<Arithmetic>(row_out, column, head_dim_v, !empty, normalizer, values);
+      });
+      if (lane_id() % 4 == 0) gLse[row * params.num_heads] = lse;
+    }
+  }
+}
+
+template <class Arithmetic, int kHeadDim>
+cudaError_t forward(const ForwardParams& params, const LaunchContext& context) {
+  using Config = ForwardConfig<Arithmetic, kHeadDim>;
+  using Element = typename Config::Element;
+  const ForwardArguments arguments{
+      params, LogitScale(params.options), copy_bytes<Element>(params.q, params.head_dim),
+      copy_bytes<Element>(params.k, params.head_dim), copy_bytes<Element>(params.v, params.head_dim_v)};
+  const int64_t blocks = ceil_div(params.seqlen_q, Config::kBlockM) * params.num_heads * params.batch;
+  return launch(forward_kernel<Arithmetic, kHeadDim>, blocks, Config::kThreads, Config::kSharedBytes, context,
+                arguments);
+}
+
+}  // namespace jax_flash::cuda::sm80

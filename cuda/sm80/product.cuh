@@ -1,0 +1,404 @@
+// Products of tiles on tensor cores: acc += a b by one warp, a and b in shared memory or registers.
+//
+// An operand is "k-major" where the summed index runs along the rows of its tile in memory, else "mn-major".
+// The four combinations and the three element widths differ only in how a fragment of 32 bytes' worth of the
+// summed index (16 elements of 16 bits, 8 of 32 bits) comes to its lanes; g = lane / 4, t = lane % 4
+// throughout.
+//
+// float32 has no transposing load, so mn-major float32 operands are read as they lie, 16 bytes a lane, and
+// what that does to the order of rows and columns is carried to where the accumulators are used:
+//   - the summed index k = 2t, 2t + 1 takes the place of the instruction's t, t + 4 (in both operands alike);
+//   - four neighbouring 8-column tiles are interleaved: column 8 nt + x of the instruction is column
+//     32 (nt / 4) + 4 x + nt % 4 of the array (accumulator_column, accumulator_row).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "arithmetic.h"
+#include "ptx/math.h"
+#include "ptx/memory.h"
+#include "ptx/mma.h"
+#include "sm80/shared_tile.cuh"
+
+namespace jax_flash::cuda::sm80 {
+
+template <class Arithmetic>
+inline constexpr bool kIs16Bit = sizeof(typename Arithmetic::Element) == 2;
+
+// Elements of the summed index in one instruction's 32 bytes.
+template <class Arithmetic>
+inline constexpr int kStepK = kIs16Bit<Arithmetic> ? 16 : 8;
+
+template <class Arithmetic>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  if constexpr (std::is_same_v<Arithmetic, bfloat16>) {
+    return ptx::pack_bf16(low, high);
+  } else {
+    return ptx::pack_f16(low, high);
+  }
+}
+
+// ---- Fragments: one instruction's registers of an operand
+// -------------------------------------------------------
+
+// kRegisters = 4 for a (16 rows), 2 for b (8 columns), as loaded: two elements of 16 bits or one float32
+// each.
+template <class Arithmetic, int kRegisters>
+struct Fragment {
+  uint32_t value[kRegisters];
+};
+
+template <int kRegisters>
+struct Fragment<tf32, kRegisters> {
+  uint32_t value[kRegisters];
+
+  // NaN and infinity keep their bits: the rounding increment would carry a NaN of all ones over to -0.
+  __device__ __forceinline__ void set(int i, uint32_t loaded) {
+    value[i] = fabsf(__uint_as_float(loaded)) < INFINITY ? loaded + 0x1000 : loaded;
+  }
+};
+
+template <int kRegisters>
+struct Fragment<tf32x3, kRegisters> {
+  uint32_t high[kRegisters];
+  uint32_t low[kRegisters];
+
+  // high: the 11 leading bits; low: the 13 that remain, exactly, of which the product uses 11.
+  __device__ __forceinline__ void set(int i, uint32_t loaded) {
+    high[i] = loaded & 0xffffe000;
+    low[i] = __float_as_uint(__uint_as_float(loaded) - __uint_as_float(high[i]));
+  }
+};
+
+template <class Arithmetic, int kRegisters>
+__device__ __forceinline__ void set(Fragment<Arithmetic, kRegisters>& fragment, int i, uint32_t loaded) {
+  if constexpr (kIs16Bit<Arithmetic>) {
+    fragment.value[i] = loaded;
+  } else {
+    fragment.set(i, loaded);
+  }
+}
+
+__device__ __forceinline__ void mma(float (&d)[4], const Fragment<bfloat16, 4>& a,
+                                    const Fragment<bfloat16, 2>& b) {
+  ptx::mma_bf16(d, a.value, b.value);
+}
+__device__ __forceinline__ void mma(float (&d)[4], const Fragment<float16, 4>& a,
+                                    const Fragment<float16, 2>& b) {
+  ptx::mma_f16(d, a.value, b.value);
+}
+__device__ __forceinline__ void mma(float (&d)[4], const Fragment<tf32, 4>& a, const Fragment<tf32, 2>& b) {
+  ptx::mma_tf32(d, a.value, b.value);
+}
+// The small terms first: added to a large sum they would lose bits. low * low is below float32's precision.
+__device__ __forceinline__ void mma(float (&d)[4], const Fragment<tf32x3, 4>& a,
+                                    const Fragment<tf32x3, 2>& b) {
+  ptx::mma_tf32(d, a.low, b.high);
+  ptx::mma_tf32(d, a.high, b.low);
+  ptx::mma_tf32(d, a.high, b.high);
+}
+
+// ---- Operand a: rows of the product
+// ------------------------------------------------------------------------------
+
+// a[row][k], k along the rows of the tile.
+template <class Arithmetic, class Tile, int kMTiles>
+struct KMajorA {
+  uint32_t lane_base;
+
+  __device__ __forceinline__ KMajorA(Tile tile, int row)
+      : lane_base(Tile::moved(tile.lane_base(lane_id() % 16, lane_id() / 16), row, 0)) {}
+
+  __device__ __forceinline__ void load(Fragment<Arithmetic, 4> (&a)[kMTiles], int step) const {
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+      uint32_t r[4];
+      ptx::load_matrix_x4(r, Tile::moved(lane_base, 16 * mt, 2 * step));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) set(a[mt], i, r[i]);
+    }
+  }
+};
+
+// a[row][k] = tile[k][row], for a tile written by store_accumulators.
+template <class Arithmetic, class Tile, int kMTiles>
+struct MnMajorA {
+  uint32_t lane_base;
+  uint32_t lane_base_odd;  // float32: row k = 2t + 1
+
+  __device__ __forceinline__ MnMajorA(Tile tile, int row) {
+    const int lane = lane_id();
+    if constexpr (kIs16Bit<Arithmetic>) {
+      lane_base = Tile::moved(tile.lane_base(lane % 8 + lane / 16 * 8, lane / 8 % 2), 0, row / 8);
+    } else {
+      static_assert(kMTiles == 2, "four interleaved groups of 8 rows are read at once");
+      lane_base = Tile::moved(tile.lane_base(2 * (lane % 4), lane / 4), 0, row / 4);
+      lane_base_odd = Tile::moved(tile.lane_base(2 * (lane % 4) + 1, lane / 4), 0, row / 4);
+    }
+  }
+
+  __device__ __forceinline__ void load(Fragment<Arithmetic, 4> (&a)[kMTiles], int step) const {
+    if constexpr (kIs16Bit<Arithmetic>) {
+#pragma unroll
+      for (int mt = 0; mt < kMTiles; ++mt) {
+        ptx::load_matrix_x4_transposed(a[mt].value, Tile::moved(lane_base, 16 * step, 2 * mt));
+      }
+    } else {
+      uint32_t even[4], odd[4];
+      ptx::load_shared_x4(even, Tile::moved(lane_base, 8 * step, 0));
+      ptx::load_shared_x4(odd, Tile::moved(lane_base_odd, 8 * step, 0));
+#pragma unroll
+      for (int mt = 0; mt < kMTiles; ++mt) {
+        set(a[mt], 0, even[2 * mt]);
+        set(a[mt], 1, even[2 * mt + 1]);
+        set(a[mt], 2, odd[2 * mt]);
+        set(a[mt], 3, odd[2 * mt + 1]);
+      }
+    }
+  }
+};
+
+// a = the accumulators of another product: what is a row's neighbouring columns there is what an instruction
+// sums over here, so they stay in their lanes.
+template <class Arithmetic, int kMTiles, int kNTiles>
+struct RegisterA {
+  const float (&accumulators)[kMTiles][kNTiles][4];
+
+  __device__ __forceinline__ void load(Fragment<Arithmetic, 4> (&a)[kMTiles], int step) const {
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+      if constexpr (kIs16Bit<Arithmetic>) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* pair = &accumulators[mt][2 * step + i / 2][2 * (i % 2)];
+          a[mt].value[i] = pack<Arithmetic>(pair[0], pair[1]);
+        }
+      } else {
+        const float (&c)[4] = accumulators[mt][step];
+        set(a[mt], 0, __float_as_uint(c[0]));
+        set(a[mt], 1, __float_as_uint(c[2]));
+        set(a[mt], 2, __float_as_uint(c[1]));
+        set(a[mt], 3, __float_as_uint(c[3]));
+      }
+    }
+  }
+};
+
+// ---- Operand b: columns of the product
+// ---------------------------------------------------------------------------
+
+// b[k][column] = tile[column][k].
+template <class Arithmetic, class Tile>
+struct KMajorB {
+  static constexpr int kTiles = 2;  // 8-column tiles a load
+  uint32_t lane_base;
+
+  __device__ __forceinline__ KMajorB(Tile tile, int column) {
+    const int lane = lane_id();
+    lane_base = Tile::moved(tile.lane_base(lane % 8 + lane / 16 * 8, lane / 8 % 2), column, 0);
+  }
+
+  __device__ __forceinline__ void load(Fragment<Arithmetic, 2> (&b)[kTiles], int step, int group) const {
+    uint32_t r[4];
+    ptx::load_matrix_x4(r, Tile::moved(lane_base, 16 * group, 2 * step));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) set(b[i / 2], i % 2, r[i]);
+  }
+};
+
+// b[k][column] = tile[k][column].
+template <class Arithmetic, class Tile>
+struct MnMajorB {
+  static constexpr int kTiles = kIs16Bit<Arithmetic> ? 2 : 4;
+  uint32_t lane_base;
+  uint32_t lane_base_odd;  // float32: row k = 2t + 1
+
+  __device__ __forceinline__ MnMajorB(Tile tile, int column) {
+    const int lane = lane_id();
+    if constexpr (kIs16Bit<Arithmetic>) {
+      lane_base = Tile::moved(tile.lane_base(lane % 16, lane / 16), 0, column / 8);
+    } else {
+      lane_base = Tile::moved(tile.lane_base(2 * (lane % 4), lane / 4), 0, column / 4);
+      lane_base_odd = Tile::moved(tile.lane_base(2 * (lane % 4) + 1, lane / 4), 0, column / 4);
+    }
+  }
+
+  __device__ __forceinline__ void load(Fragment<Arithmetic, 2> (&b)[kTiles], int step, int group) const {
+    if constexpr (kIs16Bit<Arithmetic>) {
+      uint32_t r[4];
+      ptx::load_matrix_x4_transposed(r, Tile::moved(lane_base, 16 * step, 2 * group));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) b[i / 2].value[i % 2] = r[i];
+    } else {
+      uint32_t even[4], odd[4];
+      ptx::load_shared_x4(even, Tile::moved(lane_base, 8 * step, 8 * group));
+      ptx::load_shared_x4(odd, Tile::moved(lane_base_odd, 8 * step, 8 * group));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        set(b[i], 0, even[i]);
+        set(b[i], 1, odd[i]);
+      }
+    }
+  }
+};
+
+// ---- The product
+// -------------------------------------------------------------------------------------------------
+
+// acc[16 kMTiles, 8 kNTiles] += a b over kSteps steps of kStepK.
+template <class Arithmetic, int kSteps, int kMTiles, int kNTiles, class A, class B>
+__device__ __forceinline__ void multiply_add(float (&acc)[kMTiles][kNTiles][4], const A& a, const B& b) {
+  static_assert(kNTiles % B::kTiles == 0);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    Fragment<Arithmetic, 4> a_fragment[kMTiles];
+    a.load(a_fragment, step);
+#pragma unroll
+    for (int group = 0; group < kNTiles / B::kTiles; ++group) {
+      Fragment<Arithmetic, 2> b_fragment[B::kTiles];
+      b.load(b_fragment, step, group);
+#pragma unroll
+      for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+        for (int i = 0; i < B::kTiles; ++i)
+          mma(acc[mt][group * B::kTiles + i], a_fragment[mt], b_fragment[i]);
+      }
+    }
+  }
+}
+
+template <int kMTiles, int kNTiles>
+__device__ __forceinline__ void clear(float (&acc)[kMTiles][kNTiles][4]) {
+#pragma unroll
+  for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+    for (int nt = 0; nt < kNTiles; ++nt) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[mt][nt][i] = 0;
+    }
+  }
+}
+
+// ---- Where an accumulator belongs
+// --------------------------------------------------------------------------------
+
+// Rows of a product whose a is k-major or in registers: half h of tile mt.
+__device__ __forceinline__ int accumulator_row(int mt, int h) { return 16 * mt + 8 * h + lane_id() / 4; }
+
+// Rows of a product whose a is an MnMajorA. float32: columns of store_accumulators' tile, interleaved by
+// four.
+template <class Arithmetic>
+__device__ __forceinline__ int mn_major_accumulator_row(int mt, int h) {
+  if constexpr (kIs16Bit<Arithmetic>) {
+    return accumulator_row(mt, h);
+  } else {
+    const int g = lane_id() / 4;
+    return 8 * (g / 2) + 2 * (2 * mt + h) + g % 2;
+  }
+}
+
+// Columns of a product whose b is k-major.
+__device__ __forceinline__ int accumulator_column(int nt, int c) { return 8 * nt + 2 * (lane_id() % 4) + c; }
+
+// Calls f(column, values) for each run of neighbouring columns that this lane holds of row half (mt, h) of a
+// product whose b is an MnMajorB: 2 columns a run in 16 bits, 4 in float32.
+template <class Arithmetic, int kMTiles, int kNTiles, class F>
+__device__ __forceinline__ void for_each_run(const float (&acc)[kMTiles][kNTiles][4], int mt, int h, F f) {
+  const int t = lane_id() % 4;
+  if constexpr (kIs16Bit<Arithmetic>) {
+#pragma unroll
+    for (int nt = 0; nt < kNTiles; ++nt) {
+      const float values[2] = {acc[mt][nt][2 * h], acc[mt][nt][2 * h + 1]};
+      f(8 * nt + 2 * t, values);
+    }
+  } else {
+#pragma unroll
+    for (int group = 0; group < kNTiles / 4; ++group) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float values[4] = {acc[mt][4 * group][2 * h + c], acc[mt][4 * group + 1][2 * h + c],
+                                 acc[mt][4 * group + 2][2 * h + c], acc[mt][4 * group + 3][2 * h + c]};
+        f(32 * group + 8 * t + 4 * c, values);
+      }
+    }
+  }
+}
+
+// ---- Accumulators on their way out
+// -------------------------------------------------------------------------------
+
+// Writes a warp's scores-like accumulators to rows `row`.. and columns `column`.. of a tile, to be read as an
+// A. float32 columns 2t, 2t + 1 go to t, t + 4, where a k-major fragment reads the summed index that MnMajorB
+// pairs so.
+template <class Arithmetic, class Tile, int kMTiles, int kNTiles>
+__device__ __forceinline__ void store_accumulators(Tile tile, int row, int column,
+                                                   const float (&acc)[kMTiles][kNTiles][4]) {
+  constexpr int kChunkElements = 16 / sizeof(typename Arithmetic::Element);
+  const uint32_t lane_base =
+      Tile::moved(tile.lane_base(lane_id() / 4, 0), row, column / kChunkElements) + 4 * (lane_id() % 4);
+#pragma unroll
+  for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+    for (int nt = 0; nt < kNTiles; ++nt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float* pair = &acc[mt][nt][2 * h];
+        if constexpr (kIs16Bit<Arithmetic>) {
+          ptx::store_shared(Tile::moved(lane_base, 16 * mt + 8 * h, nt), pack<Arithmetic>(pair[0], pair[1]));
+        } else {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            ptx::store_shared(Tile::moved(lane_base, 16 * mt + 8 * h, 2 * nt + c), __float_as_uint(pair[c]));
+          }
+        }
+      }
+    }
+  }
+}
+
+// Writes factor * values, or zeros where the row does not count, to neighbouring columns of a row of
+// `head_dim`, as far as they lie in it.
+template <class Arithmetic, int kCount>
+__device__ __forceinline__ void store_run(typename Arithmetic::Element* row, int column, int head_dim,
+                                          bool counts, float factor, const float (&values)[kCount]) {
+  using Element = typename Arithmetic::Element;
+  float scaled[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) scaled[i] = counts ? values[i] * factor : 0;
+  // Rows start at multiples of head_dim.
+  if (head_dim % kCount == 0) {
+    if (column >= head_dim) return;
+    if constexpr (kIs16Bit<Arithmetic>) {
+      *reinterpret_cast<uint32_t*>(row + column) = pack<Arithmetic>(scaled[0], scaled[1]);
+    } else {
+      *reinterpret_cast<float4*>(row + column) = make_float4(scaled[0], scaled[1], scaled[2], scaled[3]);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (column + i < head_dim) row[column + i] = static_cast<Element>(scaled[i]);
+  }
+}
+
+// Adds factor * values to neighbouring columns of a float32 row of `head_dim`, atomically, as far as they lie
+// in it.
+template <int kCount>
+__device__ __forceinline__ void add_run(float* row, int column, int head_dim, float factor,
+                                        const float (&values)[kCount]) {
+  float scaled[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) scaled[i] = values[i] * factor;
+  if (head_dim % kCount == 0) {
+    if (column < head_dim) ptx::reduce_add(row + column, scaled);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (column + i < head_dim) ptx::reduce_add(row + column + i, {scaled[i]});
+  }
+}
+
+}  // namespace jax_flash::cuda::sm80

@@ -1,0 +1,171 @@
+// From scores q k^T to probabilities, one tile of keys at a time (Milakov and Gimelshein, arXiv:1805.02867;
+// Dao et al., arXiv:2205.14135), in powers of two: exp(x) = exp2(x log2(e)), and log2(e) is part of a factor
+// that is there anyway.
+//
+// Scores of a warp lie in the accumulators of its products, float scores[kMTiles][kNTiles][4]: element 2h + c
+// of tile (mt, nt) is row 16 mt + 8 h + lane / 4, column 8 nt + 2 (lane % 4) + c. A row belongs to the 4
+// lanes of a quad.
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+
+#include "params.h"
+#include "ptx/math.h"
+
+namespace jax_flash::cuda {
+
+inline constexpr float kLog2e = 1.4426950408889634f;
+inline constexpr float kLn2 = 0.6931471805599453f;
+
+// How a score becomes a logit: logit * log2(e) = scale_log2 * transform(score), scale_log2 >= 0.
+struct LogitScale {
+  enum Transform { kNone, kMultiply, kSoftCap } transform;
+  float multiplier;  // kMultiply: score * multiplier; kSoftCap: tanh(score * multiplier)
+  float scale_log2;
+  float scale;  // d logit / d score, but for the soft cap's 1 - tanh^2
+
+  explicit LogitScale(const Options& options) {
+    const double log2e = 1.4426950408889634074;
+    scale = static_cast<float>(options.scale);
+    if (options.logits_soft_cap > 0) {
+      transform = kSoftCap;
+      multiplier = static_cast<float>(options.scale / options.logits_soft_cap);
+      scale_log2 = static_cast<float>(options.logits_soft_cap * log2e);
+    } else if (options.scale * log2e >= FLT_MIN) {
+      transform = kNone;
+      multiplier = 1;
+      scale_log2 = static_cast<float>(options.scale * log2e);
+    } else {
+      // The largest logit must belong to the largest score, and a masked score of -inf must stay so: a factor
+      // that is negative or vanishes goes in first.
+      transform = kMultiply;
+      multiplier = scale;
+      scale_log2 = kLog2e;
+    }
+  }
+};
+
+// tanh(x) = 1 - 2 / (exp(2x) + 1): absolute error 2e-7, exact at infinity. tanh.approx is off by 5e-4, which
+// a cap of 50 would turn into 2.5 % of a probability.
+__device__ __forceinline__ float tanh_from_exp2(float x) {
+  return 1 - 2 * ptx::reciprocal_approx(ptx::exp2_approx(x * (2 * kLog2e)) + 1);
+}
+
+template <int kMTiles, int kNTiles>
+__device__ __forceinline__ void transform_scores(float (&scores)[kMTiles][kNTiles][4],
+                                                 const LogitScale& logit) {
+  if (logit.transform == LogitScale::kNone) return;
+#pragma unroll
+  for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+    for (int nt = 0; nt < kNTiles; ++nt) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float x = scores[mt][nt][i] * logit.multiplier;
+        scores[mt][nt][i] = logit.transform == LogitScale::kSoftCap ? tanh_from_exp2(x) : x;
+      }
+    }
+  }
+}
+
+// The running maximum and sum of each row that a lane holds a part of.
+template <int kMTiles>
+struct OnlineSoftmax {
+  // A new maximum is taken over only when it is 2^8 times the old one or more: until then probabilities up to
+  // 2^8 are summed against the old one, exactly as well, and out need not be rescaled (FlashAttention-4's
+  // conditional rescale).
+  static constexpr float kRescaleThreshold = 8;
+
+  float max_log2[kMTiles][2];  // of scale_log2 * score; -inf before the first visible key
+  float sum[kMTiles][2];       // this lane's columns only, until finish()
+
+  __device__ OnlineSoftmax() {
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        max_log2[mt][h] = -INFINITY;
+        sum[mt][h] = 0;
+      }
+    }
+  }
+
+  // Turns a tile's scores into probabilities against the running maximum, and rescales `out` where that
+  // moved.
+  template <int kNTiles, int kOutTiles>
+  __device__ __forceinline__ void update(float (&scores)[kMTiles][kNTiles][4],
+                                         float (&out)[kMTiles][kOutTiles][4], float scale_log2) {
+    float new_max[kMTiles][2];
+    bool moved = false;
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float row_max = scores[mt][0][2 * h];
+#pragma unroll
+        for (int nt = 0; nt < kNTiles; ++nt) {
+          row_max = fmaxf(row_max, fmaxf(scores[mt][nt][2 * h], scores[mt][nt][2 * h + 1]));
+        }
+        row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffff, row_max, 1));
+        row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffff, row_max, 2));
+        // scale_log2 may be 0, and 0 * -inf is NaN.
+        new_max[mt][h] = row_max == -INFINITY ? -INFINITY : row_max * scale_log2;
+        moved |= new_max[mt][h] > max_log2[mt][h] + kRescaleThreshold;
+      }
+    }
+    if (__any_sync(0xffffffff, moved)) rescale(new_max, out);
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float shift = max_log2[mt][h] == -INFINITY ? 0 : max_log2[mt][h];
+        float tile_sum = 0;
+#pragma unroll
+        for (int nt = 0; nt < kNTiles; ++nt) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            float& x = scores[mt][nt][2 * h + c];
+            x = ptx::exp2_approx(fmaf(x, scale_log2, -shift));
+            tile_sum += x;
+          }
+        }
+        sum[mt][h] += tile_sum;
+      }
+    }
+  }
+
+  // Adds up the lanes' sums. Returns the row's lse and sets `normalizer` to what its sum of p v is to be
+  // multiplied by.
+  __device__ __forceinline__ float finish(int mt, int h, float* normalizer) {
+    float total = sum[mt][h];
+    total += __shfl_xor_sync(0xffffffff, total, 1);
+    total += __shfl_xor_sync(0xffffffff, total, 2);
+    *normalizer = total == 0 ? 0 : 1 / total;
+    return total == 0 ? -INFINITY : max_log2[mt][h] * kLn2 + logf(total);
+  }
+
+ private:
+  template <int kOutTiles>
+  __device__ __forceinline__ void rescale(const float (&new_max)[kMTiles][2],
+                                          float (&out)[kMTiles][kOutTiles][4]) {
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (!(new_max[mt][h] > max_log2[mt][h])) continue;
+        // exp2(-inf) = 0 before the first visible key, when sum and out are 0.
+        const float factor = ptx::exp2_approx(max_log2[mt][h] - new_max[mt][h]);
+        max_log2[mt][h] = new_max[mt][h];
+        sum[mt][h] *= factor;
+#pragma unroll
+        for (int nt = 0; nt < kOutTiles; ++nt) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) out[mt][nt][2 * h + c] *= factor;
+        }
+      }
+    }
+  }
+};
+
+}  // namespace jax_flash::cuda

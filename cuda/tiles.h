@@ -1,0 +1,72 @@
+// The one table of tile sizes. Each row of it was chosen for three limits:
+//   registers     255 a thread: the accumulators of a warp must leave about 60 for operands and addresses;
+//   shared memory 99 KB fits every card from compute capability 8.0 on, and leaves room for two blocks on an
+//   A100 or
+//                 H100, which hide each other's barriers; where a row needs more, its line says so;
+//   warp tiles    32 rows a warp where registers allow: each operand fragment read from shared memory then
+//   feeds two
+//                 products, and shared memory, at 128 bytes a clock, is what bounds mma.sync kernels.
+#pragma once
+
+namespace jax_flash::cuda::sm80 {
+
+struct ForwardTile {
+  int block_m;        // query rows
+  int block_n;        // key rows
+  int warps;          // block_m / warps rows each
+  int stages;         // buffers of block_n rows that keys and values take in turn
+  int blocks_per_sm;  // what the registers are budgeted for
+};
+
+constexpr ForwardTile forward_tile(int element_bytes, int head_dim) {
+  if (element_bytes == 2) {
+    if (head_dim <= 64) return {128, 64, 4, 4, 3};   // 48 KB
+    if (head_dim <= 128) return {128, 64, 4, 4, 2};  // 96 KB
+    return {64, 32, 4, 4, 2};  // 96 KB; 16 rows a warp: 32 would take 256 registers for out
+  }
+  if (head_dim <= 64) return {128, 64, 4, 4, 2};   // 96 KB
+  if (head_dim <= 128) return {128, 32, 4, 2, 2};  // 96 KB
+  return {64, 16, 4, 2, 2};                        // 96 KB
+}
+
+struct BackwardTile {
+  int block_m;        // query rows
+  int block_n;        // key rows
+  int warps;          // in a grid of (rows, columns):
+  int score_warps_m;  //   scores [block_m, block_n]: so many along block_m
+  int dkv_warps_n;    //   dk and dv [block_n, head_dim]: so many along block_n
+  int dq_warps_m;     //   dq [block_m, head_dim]: so many along block_m
+  int blocks_per_sm;  // what the registers are budgeted for
+};
+
+constexpr BackwardTile backward_tile(int element_bytes, int head_dim) {
+  if (element_bytes == 2) {
+    if (head_dim <= 64) return {64, 64, 4, 2, 2, 2, 3};   // 48 KB, 64 KB with two stages
+    if (head_dim <= 128) return {64, 64, 4, 2, 2, 2, 2};  // 80 KB, 112 KB with two stages
+    return {64, 64, 8, 2, 2, 2, 1};                       // 144 KB
+  }
+  if (head_dim <= 64) return {64, 64, 4, 2, 2, 2, 2};   // 96 KB
+  if (head_dim <= 128) return {64, 64, 8, 2, 2, 2, 1};  // 160 KB, 224 KB with two stages
+  return {32, 32, 4, 2, 1, 2, 1};                       // 136 KB
+}
+
+struct BackwardDqTile {
+  int block_m;        // query rows
+  int block_n;        // key rows
+  int warps;          // block_m / warps rows each
+  int stages;         // buffers of block_n keys and values
+  int blocks_per_sm;  // what the registers are budgeted for
+};
+
+constexpr BackwardDqTile backward_dq_tile(int element_bytes, int head_dim) {
+  if (element_bytes == 2) {
+    if (head_dim <= 64) return {128, 64, 4, 2, 2};   // 64 KB
+    if (head_dim <= 128) return {128, 32, 4, 2, 2};  // 96 KB
+    return {64, 16, 4, 2, 2};                        // 96 KB
+  }
+  if (head_dim <= 64) return {128, 32, 4, 2, 2};  // 96 KB
+  if (head_dim <= 128) return {64, 16, 4, 2, 2};  // 96 KB
+  return {32, 16, 2, 1, 2};                       // 96 KB
+}
+
+}  // namespace jax_flash::cuda::sm80
