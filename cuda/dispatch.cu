@@ -13,7 +13,7 @@
 #define KERNEL(direction, arch, arithmetic, head_dim)                                                  \
   extern template cudaError_t jax_flash::cuda::arch::direction<jax_flash::cuda::arithmetic, head_dim>( \
       const jax_flash::cuda::direction##_params&, const jax_flash::cuda::LaunchContext&);
-#include "kernels.inc"
+#include "kernels.def"
 #undef KERNEL
 
 namespace jax_flash::cuda {
@@ -41,7 +41,7 @@ const Kernel kKernels[] = {
   {Direction::direction_, Arithmetic::arithmetic_, head_dim_, \
    #direction_ " " #arch " " #arithmetic_ " " #head_dim_,     \
    run<direction_##_params, arch::direction_<cuda::arithmetic_, head_dim_>>},
-#include "kernels.inc"
+#include "kernels.def"
 #undef KERNEL
 };
 
