@@ -1,0 +1,534 @@
+"""Times jax_flash against cuDNN's and XLA's attention (through jax.nn) in one process, after checking it.
+
+    python benchmarks/attention.py          # the whole sweep, on the GPU if there is one
+    python benchmarks/attention.py --only forward --head-dim 128 --seq-len 4096 --peers cudnn
+
+Every shape is checked first: one head is recomputed in float64, all its rows, forward and backward. Then each
+direction is timed apart: forward is the jitted call, backward the jitted pullback alone, whose residuals are
+arguments. Inputs are random normal. The operations counted are 4 B N T S H forward, 2.5 times that backward,
+and half where attention is causal. Memory is arguments, results and temporary buffers of each program.
+
+The whole sweep writes its figures to benchmarks/results/<device>.json and draws them; a filtered one writes
+where --output says.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+# XLA's attention needs room for its score matrices.
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+
+import jax
+import jax.numpy as jnp
+import measure
+import numpy as np
+
+import jax_flash
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+OURS = "jax_flash"
+DIRECTIONS = ("forward", "backward")
+
+
+# ---- Shapes -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One attention problem, with as many keys as queries."""
+
+    section: str
+    batch: int
+    seq_len: int
+    num_heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    is_causal: bool = False
+    num_kv_heads: int | None = None  # None: as many as query heads
+    window: tuple[int, int] | None = None
+    precision: str | None = None  # None: jax_default_matmul_precision
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    def flops(self, direction: str) -> float:
+        pairs = self.seq_len**2 / (2 if self.is_causal else 1)
+        if self.window is not None:
+            left, right = self.window[0], 0 if self.is_causal else self.window[1]
+            pairs = sum(min(i, left) + 1 + min(self.seq_len - 1 - i, right) for i in range(self.seq_len))
+        forward = 4 * self.batch * self.num_heads * self.head_dim * pairs
+        return forward if direction == "forward" else 2.5 * forward
+
+    def describe(self) -> str:
+        mask = "causal" if self.is_causal else "full"
+        if self.window is not None:
+            mask += f" window {self.window[0]},{self.window[1]}"
+        heads = f"{self.num_heads}" + (f"/{self.kv_heads}" if self.kv_heads != self.num_heads else "")
+        dtype = self.dtype if self.precision is None else f"{self.dtype} {self.precision}"
+        return f"{self.batch} x {self.seq_len} x {heads} x {self.head_dim} {mask} {dtype}"
+
+
+def gpu_shapes() -> Iterator[Shape]:
+    for head_dim, seq_len, causal in itertools.product((64, 128, 256), (1024, 4096, 16384), (False, True)):
+        yield Shape("standard", 16384 // seq_len, seq_len, 2048 // head_dim, head_dim, is_causal=causal)
+    for precision, seq_len, causal in itertools.product(("default", "highest"), (1024, 4096), (False, True)):
+        batch = 16384 // seq_len
+        yield Shape("float32", batch, seq_len, 16, 128, "float32", is_causal=causal, precision=precision)
+    yield Shape("grouped heads", 2, 8192, 32, 128, is_causal=True, num_kv_heads=8)
+    yield Shape("window", 1, 16384, 16, 128, is_causal=True, window=(1023, 0))
+    for precision in ("default", "highest"):
+        yield Shape("long", 1, 131072, 1, 128, "float32", precision=precision)
+
+
+def cpu_shapes() -> Iterator[Shape]:
+    for seq_len, causal in itertools.product((1024, 2048, 4096), (False, True)):
+        yield Shape("standard", 1, seq_len, 8, 64, "float32", is_causal=causal)
+    yield Shape("long", 1, 16384, 1, 64, "float32")
+
+
+def memory_shapes(on_gpu: bool) -> Iterator[Shape]:
+    """Compiled, not run: the memory of forward and backward together as the sequence grows."""
+    if on_gpu:
+        for seq_len in (1024, 4096, 16384, 65536):
+            yield Shape("memory", 1, seq_len, 16, 128)
+    else:
+        for seq_len in (1024, 4096, 16384):
+            yield Shape("memory", 1, seq_len, 8, 64, "float32")
+
+
+def implementation(name: str, shape: Shape) -> Callable[..., jax.Array]:
+    """Attention of three arrays as jax_flash or one of jax.nn's implementations computes it."""
+    options: dict[str, Any] = {"is_causal": shape.is_causal}
+    if shape.window is not None:
+        options["local_window_size"] = shape.window
+    if name == OURS:
+        return functools.partial(jax_flash.flash_attention, **options)
+    return functools.partial(jax.nn.dot_product_attention, implementation=name, **options)
+
+
+# ---- Programs ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The compiled programs of one implementation; the error stands for one that does not compile."""
+
+    forward: jax.stages.Compiled | Exception
+    residuals: jax.stages.Compiled | Exception  # q, k, v -> out, pullback
+    backward: jax.stages.Compiled | Exception  # pullback, dout -> dq, dk, dv
+
+
+def inputs(shape: Shape) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Random normal q, k, v and dout."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = (shape.num_heads, shape.kv_heads, shape.kv_heads, shape.num_heads)
+    sizes = [(shape.batch, shape.seq_len, n, shape.head_dim) for n in heads]
+    q, k, v, dout = map(jax.random.normal, keys, sizes, [jnp.dtype(shape.dtype)] * 4)
+    return q, k, v, dout
+
+
+def compile_programs(names: Sequence[str], shape: Shape) -> dict[str, Programs]:
+    """Traces each implementation in turn and compiles all of them at once, in threads."""
+
+    def abstract(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    operands = jax.eval_shape(functools.partial(inputs, shape))[:3]
+    lowered: dict[str, list[jax.stages.Lowered | Exception]] = {}
+    for name in names:
+        attention = implementation(name, shape)
+        try:
+            with jax.default_matmul_precision(shape.precision):
+                forward = jax.jit(attention).lower(*operands)
+                residuals = jax.jit(functools.partial(jax.vjp, attention)).lower(*operands)
+                out, pullback = jax.tree.map(abstract, residuals.out_info)
+                backward = jax.jit(lambda pullback, dout: pullback(dout)).lower(pullback, out)
+            lowered[name] = [forward, residuals, backward]
+        except Exception as error:  # not supported, in whatever words
+            lowered[name] = [error] * 3
+
+    def compiled(program: jax.stages.Lowered | Exception) -> jax.stages.Compiled | Exception:
+        if isinstance(program, Exception):
+            return program
+        try:
+            return program.compile()
+        except Exception as error:
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        started = {name: [pool.submit(compiled, one) for one in three] for name, three in lowered.items()}
+        return {name: Programs(*(one.result() for one in three)) for name, three in started.items()}
+
+
+def compile_training_step(name: str, shape: Shape) -> measure.Json:
+    """The bytes of forward and backward in one program."""
+    attention = implementation(name, shape)
+    try:
+        step = jax.jit(lambda q, k, v, dout: jax.vjp(attention, q, k, v)[1](dout))
+        return {"bytes": measure.program_bytes(step.lower(*jax.eval_shape(lambda: inputs(shape))).compile())}
+    except Exception as error:
+        return {"error": measure.reason(error)}
+
+
+# ---- One shape --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Timer:
+    """How long to measure, and when to stop."""
+
+    rounds: int
+    warmup: float
+    duration: float
+    deadline: float
+    asynchronous: bool
+
+    def __call__(self, calls: dict[str, Callable[[], Any]]) -> dict[str, measure.Json]:
+        return measure.time_interleaved(
+            calls,
+            rounds=self.rounds,
+            warmup=self.warmup,
+            duration=self.duration,
+            asynchronous=self.asynchronous,
+        )
+
+    def is_over(self) -> bool:
+        return time.monotonic() > self.deadline
+
+
+def run_shape(
+    shape: Shape, names: Sequence[str], directions: Sequence[str], timer: Timer
+) -> list[measure.Json]:
+    """Checks and times one shape: a cell for each direction."""
+    q, k, v, dout = inputs(shape)
+    group = shape.num_heads // shape.kv_heads
+    # The last head of the last sequence: the one that a wrong offset misses.
+    expected = measure.reference_head(
+        q[-1, :, -group:],
+        k[-1, :, -1],
+        v[-1, :, -1],
+        dout[-1, :, -group:],
+        is_causal=shape.is_causal,
+        window=shape.window,
+    )
+    programs = compile_programs(names, shape)
+    return [
+        run_direction(shape, direction, programs, (q, k, v, dout), expected, timer)
+        for direction in directions
+    ]
+
+
+def run_direction(
+    shape: Shape,
+    direction: str,
+    programs: dict[str, Programs],
+    operands: tuple[jax.Array, ...],
+    expected: dict[str, np.ndarray],
+    timer: Timer,
+) -> measure.Json:
+    """Checks each implementation once, then times them against each other; an error is a result too."""
+    results: dict[str, measure.Json] = {name: {} for name in programs}
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, program in programs.items():
+        try:
+            compiled = usable(program.forward if direction == "forward" else program.backward)
+            results[name]["bytes"] = measure.program_bytes(compiled)
+            if direction == "forward":
+                call = functools.partial(compiled, *operands[:3])
+                got = {"out": jax.block_until_ready(call())}
+            else:
+                _, pullback = usable(program.residuals)(*operands[:3])
+                call = functools.partial(compiled, pullback, operands[3])
+                got = dict(zip(("dq", "dk", "dv"), jax.block_until_ready(call()), strict=True))
+                del pullback
+            results[name] |= judge(shape, got, expected)
+            del got
+            if shape.section == "long" and not timer.asynchronous:
+                results[name]["resident_growth"] = measure.resident_growth(call)
+            calls[name] = call
+        except Exception as error:  # not supported, out of memory: the others go on
+            results[name]["error"] = measure.reason(error)
+    flops = shape.flops(direction)
+    for name, timing in timer(calls).items():
+        results[name] |= timing
+        if "ms" in timing:
+            results[name]["tflops"] = flops / timing["ms"] / 1e9
+    speeds = {name: result["tflops"] for name, result in results.items() if "tflops" in result}
+    ours = speeds.pop(OURS, None)
+    ratio = {name: ours / speed for name, speed in speeds.items()} if ours else {}
+    return dataclasses.asdict(shape) | {
+        "direction": direction,
+        "flops": flops,
+        "results": results,
+        "ratio": ratio,
+    }
+
+
+def usable(program: jax.stages.Compiled | Exception) -> jax.stages.Compiled:
+    """The program, or its error raised."""
+    if isinstance(program, Exception):
+        raise program
+    return program
+
+
+def judge(shape: Shape, got: dict[str, jax.Array], expected: dict[str, np.ndarray]) -> measure.Json:
+    """The errors of the last head of the last sequence, and whether they are small enough."""
+    group = shape.num_heads // shape.kv_heads
+    heads = {"out": group, "dq": group, "dk": 1, "dv": 1}
+    errors = {}
+    for name, value in got.items():
+        head = value[-1, :, -heads[name] :].reshape(expected[name].shape)
+        errors[name] = measure.compare(head, expected[name])
+    kind, limit = measure.tolerance(shape.dtype, shape.precision, shape.seq_len)
+    return {"errors": errors, "correct": all(error[kind] <= limit for error in errors.values())}  # NaN is not
+
+
+def matmul_ceiling(timer: Timer, size: int = 8192) -> measure.Json:
+    """The speed of one large bfloat16 matrix product: what this device reaches at its power limit today."""
+    a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
+    product = jax.jit(jnp.matmul).lower(a, b).compile()
+    result = timer({"matmul": lambda: product(a, b)})["matmul"]
+    if "ms" in result:
+        result["tflops"] = 2 * size**3 / result["ms"] / 1e9
+    return result | {"size": size, "dtype": "bfloat16"}
+
+
+# ---- Report -----------------------------------------------------------------------------------------------
+
+_COLUMNS = ("shape", "direction", OURS, "cudnn", "xla", "vs cudnn", "vs xla", "error", "check")
+
+
+def table_header(unit: str) -> str:
+    """The heading of the table whose lines `table_row` makes."""
+    return f"\nSpeed in {unit}\n| " + " | ".join(_COLUMNS) + " |\n|" + " --- |" * len(_COLUMNS)
+
+
+def table_row(cell: measure.Json, unit: str) -> str:
+    """One line of the table: speed of each implementation, ours over theirs, our largest relative error."""
+    shape = Shape(**{field.name: cell[field.name] for field in dataclasses.fields(Shape)})
+
+    def speed(name: str) -> str:
+        result = cell["results"].get(name)
+        if result is None:
+            return "-"
+        if "tflops" not in result:
+            return "failed"
+        return f"{result['tflops'] * (1000 if unit == 'GFLOP/s' else 1):.4g}"
+
+    def ratio(name: str) -> str:
+        return f"{cell['ratio'][name]:.2f}" if name in cell["ratio"] else "-"
+
+    ours = cell["results"].get(OURS, {})
+    error = max((error["relative"] for error in ours.get("errors", {}).values()), default=float("nan"))
+    verdict = "ok" if ours.get("correct") else "FAILED"
+    return (
+        f"| {shape.describe()} | {cell['direction']} | {speed(OURS)} | {speed('cudnn')} | {speed('xla')} "
+        f"| {ratio('cudnn')} | {ratio('xla')} | {error:.1e} | {verdict} |"
+    )
+
+
+def megabytes(number: int | None) -> str:
+    return "-" if number is None else f"{number / 2**20:,.0f} MiB"
+
+
+def failures(cells: Sequence[measure.Json]) -> list[str]:
+    """Why an implementation has no figure, once for each distinct sentence."""
+    reasons: dict[tuple[str, str], dict[str, None]] = {}
+    for cell in cells:
+        for name, result in cell["results"].items():
+            if "error" in result:
+                where = f"{cell['section']} T={cell['seq_len']} H={cell['head_dim']}"
+                reasons.setdefault((name, result["error"]), {})[where] = None
+    return [f"{name}: {error} [{', '.join(places)}]" for (name, error), places in reasons.items()]
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--platform", choices=("gpu", "cpu"), help="default: gpu where there is one")
+    parser.add_argument("--only", choices=DIRECTIONS, help="one direction")
+    parser.add_argument("--section", nargs="+", metavar="NAME", help="standard, float32, long, memory, ...")
+    parser.add_argument("--head-dim", type=int, nargs="+", metavar="H")
+    parser.add_argument("--seq-len", type=int, nargs="+", metavar="T")
+    parser.add_argument("--mask", choices=("full", "causal"))
+    parser.add_argument("--peers", help="comma-separated out of cudnn,xla; '' for none")
+    parser.add_argument("--quick", action="store_true", help="one shape for each section, shorter slices")
+    parser.add_argument("--rounds", type=int, help="timed slices of each program; 2 on a GPU, 5 on a CPU")
+    parser.add_argument("--warmup-ms", type=float, default=100, help="untimed calls before each slice")
+    parser.add_argument("--slice-ms", type=float, default=150, help="timed calls of each slice")
+    parser.add_argument("--minutes", type=float, default=8, help="shapes not begun by then are left out")
+    parser.add_argument(
+        "--output", type=pathlib.Path, help="JSON file; for a whole sweep results/<device>.json"
+    )
+    parser.add_argument("--no-plot", action="store_true")
+    return parser.parse_args(arguments)
+
+
+def chosen(shapes: Iterator[Shape], options: argparse.Namespace) -> list[Shape]:
+    """The shapes that the filters leave."""
+    kept = [
+        shape
+        for shape in shapes
+        if (not options.section or shape.section in options.section)
+        and (not options.head_dim or shape.head_dim in options.head_dim)
+        and (not options.seq_len or shape.seq_len in options.seq_len)
+        and (not options.mask or shape.is_causal == (options.mask == "causal"))
+    ]
+    if options.quick:
+        middle = [shape for shape in kept if (shape.head_dim, shape.seq_len) in ((128, 4096), (64, 2048))]
+        kept = list({shape.section: shape for shape in reversed(middle or kept)}.values())
+    return kept
+
+
+class Report:
+    """The figures so far: kept in a file from shape to shape, so that an interrupted run loses one."""
+
+    def __init__(self, facts: measure.Json, timer: Timer, output: pathlib.Path | None):
+        self.output = output
+        self.start = time.monotonic()
+        self.cells: list[measure.Json] = []
+        self.memory: list[measure.Json] = []
+        self.left_out: list[str] = []
+        self.extra: measure.Json = {
+            "environment": facts,
+            "settings": {"rounds": timer.rounds, "warmup_s": timer.warmup, "slice_s": timer.duration},
+        }
+
+    def save(self) -> None:
+        if self.output is None:
+            return
+        seconds = round(time.monotonic() - self.start, 1)
+        figures = self.extra | {
+            "seconds": seconds, "left_out": self.left_out, "cells": self.cells, "memory": self.memory,
+        }  # fmt: skip
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        self.output.write_text(json.dumps(figures, indent=1) + "\n")
+
+    def wrong(self) -> list[measure.Json]:
+        """The cells in which jax_flash failed or was not close to the reference."""
+        return [cell for cell in self.cells if not cell["results"].get(OURS, {}).get("correct")]
+
+    def summary(self) -> str:
+        """The long sequences in full, and every reason for a missing figure."""
+        lines = []
+        for cell in self.cells:
+            if cell["section"] == "long":
+                precision = f"{cell['precision']} " if cell["precision"] else ""
+                lines.append(f"{cell['seq_len']} keys, {cell['dtype']}, {precision}{cell['direction']}:")
+                lines += [f"  {name}: {_describe(result)}" for name, result in cell["results"].items()]
+        lines += [f"no figure for {line}" for line in failures(self.cells + self.memory)]
+        lines += [f"left out: {line}" for line in self.left_out]
+        seconds = time.monotonic() - self.start
+        lines.append(f"{len(self.cells)} cells in {seconds:.0f} s, {len(self.wrong())} wrong or failed")
+        return "\n".join(lines)
+
+
+def _describe(result: measure.Json) -> str:
+    parts = [f"{result['ms']:.4g} ms" if "ms" in result else result.get("error", "not run")]
+    parts.append(f"buffers {megabytes(result.get('bytes'))}")
+    if result.get("resident_growth") is not None:
+        parts.append(f"process grew by {megabytes(result['resident_growth'])}")
+    return ", ".join(parts)
+
+
+def sweep(
+    report: Report, shapes: Sequence[Shape], names: Sequence[str], directions: Sequence[str], timer: Timer
+) -> None:
+    """Checks and times each shape, printing a line of the table for each cell."""
+    unit = "TFLOP/s" if timer.asynchronous else "GFLOP/s"
+    print(table_header(unit), flush=True)
+    for shape in shapes:
+        if timer.is_over():
+            report.left_out.append(f"{shape.describe()}: out of time")
+            continue
+        try:
+            cells = run_shape(shape, names, directions, timer)
+        except Exception as error:  # nothing that one shape does may cost the others
+            report.left_out.append(f"{shape.describe()}: {measure.reason(error)}")
+            continue
+        report.cells += cells
+        print("\n".join(table_row(cell, unit) for cell in cells), flush=True)
+        report.save()
+
+
+def memory_sweep(report: Report, shapes: Sequence[Shape], names: Sequence[str], timer: Timer) -> None:
+    """Compiles forward and backward as one program for each shape and prints its memory."""
+    print("\nMemory of forward and backward in one program", flush=True)
+    for shape in shapes:
+        if timer.is_over():
+            report.left_out.append(f"memory of {shape.describe()}: out of time")
+            continue
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            steps = pool.map(functools.partial(compile_training_step, shape=shape), names)
+            results = dict(zip(names, steps, strict=True))
+        report.memory.append(dataclasses.asdict(shape) | {"results": results})
+        sizes = ", ".join(f"{name} {megabytes(result.get('bytes'))}" for name, result in results.items())
+        print(f"{shape.describe()}: {sizes}", flush=True)
+        report.save()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    if options.platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    on_gpu = jax.devices()[0].platform == "gpu"
+    if options.platform == "gpu" and not on_gpu:
+        print("No GPU was found: leave --platform out to measure the CPU.", file=sys.stderr)
+        return 2
+    facts = measure.environment()
+    peers = ["cudnn", "xla"] if on_gpu else ["xla"]
+    if options.peers is not None:
+        peers = [name for name in options.peers.split(",") if name]
+    names = [OURS, *peers]
+    directions = (options.only,) if options.only else DIRECTIONS
+    timer = Timer(
+        rounds=options.rounds or (1 if options.quick else 2 if on_gpu else 5),
+        warmup=options.warmup_ms / 1e3,
+        duration=options.slice_ms / 1e3,
+        deadline=time.monotonic() + 60 * options.minutes,
+        asynchronous=on_gpu,
+    )
+    shapes = chosen(gpu_shapes() if on_gpu else cpu_shapes(), options)
+    memory = chosen(memory_shapes(on_gpu), options)
+    whole = options.peers is None and not any(
+        (options.only, options.section, options.head_dim, options.seq_len, options.mask, options.quick)
+    )
+    output = options.output or (RESULTS / f"{measure.device_slug(facts)}.json" if whole else None)
+    report = Report(facts, timer, output)
+
+    print("  ".join(f"{name} {value}" for name, value in facts.items() if value is not None), flush=True)
+    if on_gpu and whole:
+        report.extra["matmul"] = ceiling = matmul_ceiling(timer)
+        print(f"matrix product 8192^3: {ceiling.get('tflops', float('nan')):.0f} TFLOP/s", flush=True)
+    if shapes:
+        sweep(report, shapes, names, directions, timer)
+    if memory and not options.only:
+        memory_sweep(report, memory, names, timer)
+    report.save()
+    print("\n" + report.summary(), flush=True)
+    if output is not None:
+        print(f"figures: {output}", flush=True)
+        if not options.no_plot:
+            try:
+                import plot
+
+                print(f"plot: {plot.draw(output)}", flush=True)
+            except ImportError as error:
+                print(f"no plot: {error}", flush=True)
+    return 1 if report.wrong() or report.left_out else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,285 @@
+"""What a benchmark needs besides its shapes: timing, memory, a float64 reference, facts about the machine."""
+
+import contextlib
+import datetime as dt
+import functools
+import importlib.metadata
+import math
+import os
+import pathlib
+import platform
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Json = dict[str, Any]
+
+
+# ---- Time -------------------------------------------------------------------------------------------------
+
+
+def _loop(call: Callable[[], Any], count: int, asynchronous: bool) -> float:
+    """Seconds per call of `count` calls in a row."""
+    start = time.perf_counter()
+    for _ in range(count):
+        result = call()
+        if not asynchronous:
+            jax.block_until_ready(result)
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / count
+
+
+def time_interleaved(
+    calls: dict[str, Callable[[], Any]], *, rounds: int, warmup: float, duration: float, asynchronous: bool
+) -> dict[str, Json]:
+    """Times several programs against each other.
+
+    A GPU under a power limit remembers what ran before, so each measured slice of `duration` seconds follows
+    `warmup` seconds of the same program, and the programs take turns. On a GPU many calls are in flight at a
+    time, which hides the host's part; on a CPU they would run beside each other, so each is waited for.
+
+    Args:
+      calls: a function without arguments for each name.
+      rounds: how many slices each program gets.
+      warmup: seconds of untimed calls before each slice.
+      duration: seconds of timed calls in each slice (at least one call).
+      asynchronous: whether calls are launched without waiting for the one before.
+
+    Returns:
+      For each name the median over the slices in milliseconds and their spread, or the error that came.
+    """
+    slices: dict[str, list[float]] = {name: [] for name in calls}
+    errors: dict[str, str] = {}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            if name in errors:
+                continue
+            try:
+                once = _loop(call, 1, asynchronous)
+                if once < warmup:
+                    once = _loop(call, math.ceil(warmup / once), asynchronous)
+                slices[name].append(_loop(call, math.ceil(duration / once), asynchronous))
+            except Exception as error:  # whatever it is, the other programs go on
+                errors[name] = reason(error)
+    timings: dict[str, Json] = {}
+    for name, seconds in slices.items():
+        if name in errors:
+            timings[name] = {"error": errors[name]}
+        else:
+            median = statistics.median(seconds)
+            timings[name] = {"ms": 1e3 * median, "spread": (max(seconds) - min(seconds)) / median}
+    return timings
+
+
+def reason(error: Exception) -> str:
+    """The first words of an error, in one line."""
+    text = " ".join(str(error).split()) or "no message"
+    return f"{type(error).__name__}: {text}"[:240]
+
+
+# ---- Memory -----------------------------------------------------------------------------------------------
+
+
+def program_bytes(compiled: jax.stages.Compiled) -> int | None:
+    """Arguments, results and temporary buffers of a compiled program, which is its peak of device memory."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return None
+    return (
+        analysis.argument_size_in_bytes + analysis.output_size_in_bytes + analysis.temp_size_in_bytes
+        - analysis.alias_size_in_bytes
+    )  # fmt: skip
+
+
+def resident_growth(call: Callable[[], Any]) -> int | None:
+    """By how many bytes the process grew at most during a call; None where Linux's counters are missing."""
+    try:
+        time.sleep(0.2)  # buffers of the call before are freed by another thread
+        pathlib.Path("/proc/self/clear_refs").write_text("5")  # forgets the high-water mark
+        before = _status_bytes("VmRSS")
+        jax.block_until_ready(call())
+        return max(0, _status_bytes("VmHWM") - before)
+    except OSError:
+        return None
+
+
+def _status_bytes(field: str) -> int:
+    match = re.search(rf"{field}:\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text())
+    if match is None:
+        raise OSError(f"/proc/self/status has no {field}")
+    return 1024 * int(match[1])
+
+
+# ---- Correctness ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def float64_enabled() -> Iterator[None]:
+    """`jax.enable_x64`, under the name that this version of JAX has for it."""
+    if hasattr(jax, "enable_x64"):
+        context = jax.enable_x64(True)
+    else:
+        from jax.experimental import enable_x64
+
+        context = enable_x64(True)
+    with context:
+        yield
+
+
+def reference_head(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    dout: jax.Array,
+    *,
+    is_causal: bool,
+    window: tuple[int, int] | None,
+) -> dict[str, np.ndarray]:
+    """Attention of one key head and its gradients in float64, in memory linear in the length.
+
+    Args:
+      q: queries of the heads that share the key head, [T, G, H].
+      k: keys, [S, H].
+      v: values, [S, H].
+      dout: cotangent of the output, [T, G, H].
+      is_causal: whether query i sees no key after i.
+      window: how many keys to the left and right of its own position a query sees; None for all.
+
+    Returns:
+      out, dq, dk and dv in float64.
+    """
+    with float64_enabled():
+        operands = [jnp.asarray(x, jnp.float64) for x in (q, k, v, dout)]
+        out, dq, dk, dv = _reference_head(*operands, is_causal=is_causal, window=window)
+        return {"out": np.asarray(out), "dq": np.asarray(dq), "dk": np.asarray(dk), "dv": np.asarray(dv)}
+
+
+@functools.partial(jax.jit, static_argnames=("is_causal", "window"))
+def _reference_head(q, k, v, dout, *, is_causal: bool, window: tuple[int, int] | None):
+    seqlen_q, group, head_dim = q.shape
+    seqlen_kv = k.shape[0]
+    scale = 1 / math.sqrt(head_dim)
+    block = min(seqlen_q, max(1, 2**24 // (group * seqlen_kv)))  # rows at a time: 128 MB for each matrix
+    while seqlen_q % block:
+        block -= 1
+    keys = jnp.arange(seqlen_kv)
+
+    def rows(sums, operands):
+        dk, dv = sums
+        positions, q, dout = operands
+        visible = jnp.ones((block, seqlen_kv), bool)
+        if is_causal:
+            visible &= keys <= positions[:, None]
+        if window is not None:
+            visible &= (keys >= positions[:, None] - window[0]) & (keys <= positions[:, None] + window[1])
+        s = jnp.where(visible[:, None, :], scale * jnp.einsum("tgh,sh->tgs", q, k), -jnp.inf)
+        p = jax.nn.softmax(s, axis=-1)
+        out = jnp.einsum("tgs,sh->tgh", p, v)
+        ds = p * (jnp.einsum("tgh,sh->tgs", dout, v) - jnp.sum(dout * out, axis=-1, keepdims=True))
+        dk = dk + scale * jnp.einsum("tgs,tgh->sh", ds, q)
+        dv = dv + jnp.einsum("tgs,tgh->sh", p, dout)
+        return (dk, dv), (out, scale * jnp.einsum("tgs,sh->tgh", ds, k))
+
+    def blocks(x):
+        return x.reshape(seqlen_q // block, block, *x.shape[1:])
+
+    operands = (blocks(jnp.arange(seqlen_q)), blocks(q), blocks(dout))
+    (dk, dv), (out, dq) = jax.lax.scan(rows, (jnp.zeros_like(k), jnp.zeros_like(v)), operands)
+    return out.reshape(q.shape), dq.reshape(q.shape), dk, dv
+
+
+def compare(got: jax.Array, expected: np.ndarray) -> Json:
+    """Relative error in the Frobenius norm, and the largest error over max(1, largest value)."""
+    error = np.asarray(got).astype(np.float64) - expected
+    return {
+        "relative": float(np.linalg.norm(error) / max(np.linalg.norm(expected), 1e-300)),
+        "max": float(np.max(np.abs(error)) / max(1.0, np.max(np.abs(expected)))),
+    }
+
+
+def tolerance(dtype: str, precision: str | None, seqlen_kv: int) -> tuple[str, float]:
+    """Which error of `compare` must stay below what: several times what the arithmetic itself costs."""
+    if dtype == "float32" and precision == "highest":
+        return "max", 2e-6 * math.sqrt(seqlen_kv)
+    return "relative", {"bfloat16": 8e-3, "float16": 1.5e-3, "float32": 1.5e-3}[dtype]
+
+
+# ---- Machine ----------------------------------------------------------------------------------------------
+
+
+def environment() -> Json:
+    """The device and every version that a timing depends on; None where a fact cannot be had."""
+    device = jax.devices()[0]
+    facts: Json = {
+        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "git_commit": _output("git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "HEAD"),
+        "platform": device.platform,
+        "device": device.device_kind if device.platform == "gpu" else _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+    for package in ("jax", "jaxlib", "jax_flash", "numpy"):
+        facts[package] = _package_version(package)
+    if device.platform == "gpu":
+        facts |= {
+            "compute_capability": getattr(device, "compute_capability", None),
+            "driver": _nvidia_smi("driver_version"),
+            "power_limit_watts": _nvidia_smi("power.limit"),
+            "cuda": _library_version("cuda_runtime_get_version", 1000, 10),
+            "cudnn": _library_version("cudnn_get_version", 10000, 100),
+        }
+    return facts
+
+
+def device_slug(facts: Json) -> str:
+    """A short name for files: "NVIDIA H200" gives "h200", any CPU "cpu"."""
+    if facts["platform"] != "gpu":
+        return facts["platform"]
+    words = re.findall(r"[a-z0-9]+", facts["device"].lower())
+    return next((word for word in words if any(c.isdigit() for c in word)), "-".join(words))
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def _nvidia_smi(query: str) -> str | None:
+    lines = _output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits")
+    return lines.splitlines()[0].strip() if lines else None
+
+
+def _cpu_name() -> str:
+    try:
+        match = re.search(r"model name\s*:\s*(.+)", pathlib.Path("/proc/cpuinfo").read_text())
+    except OSError:
+        match = None
+    return match[1] if match else platform.processor() or platform.machine()
+
+
+def _package_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _library_version(function: str, major: int, minor: int) -> str | None:
+    """A version as the library that JAX loaded reports it (13000 is CUDA 13.0, 91900 is cuDNN 9.19.0)."""
+    try:
+        from jax._src.lib import cuda_versions
+
+        number = getattr(cuda_versions, function)()
+    except Exception:  # private to JAX: may be missing, or fail without a GPU
+        return None
+    return f"{number // major}.{number % major // minor}.{number % minor}"

@@ -1,0 +1,132 @@
+"""Draws what attention.py measured: speed against sequence length, and memory.
+
+python benchmarks/plot.py benchmarks/results/h200.json
+"""
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+Json = dict[str, Any]
+
+NAMES = {"jax_flash": "jax_flash", "cudnn": "cuDNN (jax.nn)", "xla": "XLA (jax.nn)"}
+COLORS = {"jax_flash": "#c2410c", "cudnn": "#2563eb", "xla": "#6b7280"}
+
+
+def draw(figures: pathlib.Path) -> pathlib.Path:
+    """Draws the figures of a JSON file into a PNG beside it and returns that file's path."""
+    report = json.loads(figures.read_text())
+    facts = report["environment"]
+    standard = [cell for cell in report["cells"] if cell["section"] == "standard"]
+    head_dims = sorted({cell["head_dim"] for cell in standard})
+    measured = report["cells"] + report["memory"]
+    names = [name for name in NAMES if any(name in cell["results"] for cell in measured)]
+
+    columns = len(head_dims) + 1
+    figure = plt.figure(figsize=(3.6 * columns + 0.4, 6.6), layout="constrained")
+    grid = figure.add_gridspec(2, columns)
+    for row, direction in enumerate(("forward", "backward")):
+        first = None
+        for column, head_dim in enumerate(head_dims):
+            axes = figure.add_subplot(grid[row, column], sharey=first)
+            first = first or axes
+            cells = [c for c in standard if c["head_dim"] == head_dim and c["direction"] == direction]
+            _speed(axes, cells, names, on_gpu=facts["platform"] == "gpu")
+            axes.set_title(f"{direction}, H = {head_dim}, {cells[0]['dtype'] if cells else ''}", fontsize=10)
+    float32 = [c for c in report["cells"] if c["section"] == "float32" and not c["is_causal"]]
+    _memory(figure.add_subplot(grid[0, -1] if float32 else grid[:, -1]), report["memory"], names)
+    if float32:
+        _bars(figure.add_subplot(grid[1, -1]), float32, names)
+
+    handles = [Line2D([], [], color=COLORS[name], marker="o", label=NAMES[name]) for name in names]
+    handles += [
+        Line2D([], [], color="black", linestyle=style, label=label) for style, label in _STYLES.values()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    versions = [f"{name} {facts[name]}" for name in ("jax", "cuda", "cudnn", "driver") if facts.get(name)]
+    figure.suptitle(f"{facts['device']} ({', '.join(versions)}, {facts['date'][:10]})", fontsize=11)
+    image = figures.with_suffix(".png")
+    figure.savefig(image, dpi=130)
+    plt.close(figure)
+    return image
+
+
+_STYLES = {False: ("-", "full"), True: ("--", "causal")}
+
+
+def _speed(axes: Axes, cells: list[Json], names: list[str], *, on_gpu: bool) -> None:
+    """TFLOP/s (GFLOP/s on a CPU) against the sequence length."""
+    for name in names:
+        for causal, (style, _) in _STYLES.items():
+            points = sorted(
+                (cell["seq_len"], cell["results"][name]["tflops"] * (1 if on_gpu else 1000))
+                for cell in cells
+                if cell["is_causal"] == causal and "tflops" in cell["results"].get(name, {})
+            )
+            if points:
+                line = {"color": COLORS[name], "linestyle": style, "marker": "o", "markersize": 4}
+                axes.plot(*zip(*points, strict=True), **line)
+    _length_axis(axes, sorted({cell["seq_len"] for cell in cells}))
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("TFLOP/s" if on_gpu else "GFLOP/s")
+
+
+def _memory(axes: Axes, shapes: list[Json], names: list[str]) -> None:
+    """Memory of one program of forward and backward against the sequence length."""
+    for name in names:
+        points = sorted(
+            (shape["seq_len"], shape["results"][name]["bytes"] / 2**20)
+            for shape in shapes
+            if shape["results"].get(name, {}).get("bytes") is not None
+        )
+        if points:
+            axes.loglog(*zip(*points, strict=True), color=COLORS[name], marker="o", markersize=4)
+    if shapes:
+        shape = shapes[0]
+        size = f"{shape['batch']} x T x {shape['num_heads']} x {shape['head_dim']}"
+        axes.set_title(f"memory, {size}, {shape['dtype']}", fontsize=10)
+    _length_axis(axes, sorted({shape["seq_len"] for shape in shapes}))
+    axes.set_ylabel("forward and backward, MiB")
+
+
+def _bars(axes: Axes, cells: list[Json], names: list[str]) -> None:
+    """float32 at the longest length measured, for each precision and direction."""
+    longest = max(cell["seq_len"] for cell in cells)
+    cells = [cell for cell in cells if cell["seq_len"] == longest]
+    names = [name for name in names if any("tflops" in cell["results"].get(name, {}) for cell in cells)]
+    width = 0.8 / max(len(names), 1)
+    for position, cell in enumerate(cells):
+        for offset, name in enumerate(names):
+            speed = cell["results"].get(name, {}).get("tflops", 0)
+            axes.bar(position + (offset + 0.5) * width - 0.4, speed, width, color=COLORS[name])
+    axes.set_xticks(range(len(cells)), [f"{c['precision']}\n{c['direction']}" for c in cells], fontsize=8)
+    axes.set_title(f"float32, T = {_length(longest)}, H = {cells[0]['head_dim']}, full", fontsize=10)
+    axes.set_ylabel("TFLOP/s")
+    axes.grid(axis="y", alpha=0.3)
+
+
+def _length_axis(axes: Axes, lengths: list[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [_length(n) for n in lengths])
+    axes.minorticks_off()
+    axes.set_xlabel("T = S")
+    axes.grid(alpha=0.3)
+
+
+def _length(n: int) -> str:
+    return f"{n // 1024}k" if n % 1024 == 0 else str(n)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("figures", type=pathlib.Path, nargs="+", help="JSON files that attention.py wrote")
+    for path in parser.parse_args().figures:
+        print(draw(path))
