@@ -1,12 +1,14 @@
-// What the library tells of itself: jax_flash/_library.py reads it. The other exported symbols are the FFI handlers.
+// What the library tells of itself: jax_flash/_library.py reads it. The other exported symbols are the FFI
+// handlers.
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "build.h"
 #include "xla/ffi/api/c_api.h"
 
 #ifdef JAX_FLASH_WITH_CUDA
-#include "../cuda/dispatch.h"
+#include "dispatch.h"
 #endif
 
 namespace {
@@ -37,23 +39,28 @@ std::string Json(const Names& names) {
 
 // A JSON object, owned by the library.
 extern "C" const char* JaxFlashDescription() {
-  Names platforms = {"cpu"};
-  Names kernels;
+  static const std::string description = [] {
+    Names platforms = {"cpu"};
+    Names kernels;
 #ifdef JAX_FLASH_WITH_CUDA
-  platforms.push_back("CUDA");
-  kernels = jax_flash::cuda::kernel_names();
+    platforms.push_back("CUDA");
+    kernels = jax_flash::cuda::kernel_names();
 #endif
-  const std::string ffi_version =
-      std::to_string(XLA_FFI_API_MAJOR) + '.' + std::to_string(XLA_FFI_API_MINOR);
-  static const std::string description = "{\"version\": " + Json(JAX_FLASH_VERSION) +       //
-                                         ", \"ffi_version\": " + Json(ffi_version) +        //
-                                         ", \"jaxlib\": " + Json(JAX_FLASH_JAXLIB_VERSION) +  //
-                                         ", \"cuda\": " + Json(JAX_FLASH_CUDA_VERSION) +    //
-                                         ", \"nvcc\": " + Json(JAX_FLASH_NVCC) +            //
-                                         ", \"archs\": " + Json(JAX_FLASH_CUDA_ARCHS) +     //
-                                         ", \"kernels\": " + Json(kernels) +                //
-                                         ", \"platforms\": " + Json(platforms) +            //
-                                         ", \"options\": " + Json(kOptionNames) +           //
-                                         ", \"operands\": " + Json(kOperandNames) + "}";
+    const std::vector<std::pair<std::string, std::string>> fields = {
+        {"version", Json(JAX_FLASH_VERSION)},
+        {"ffi_version", Json(std::to_string(XLA_FFI_API_MAJOR) + '.' + std::to_string(XLA_FFI_API_MINOR))},
+        {"jaxlib", Json(JAX_FLASH_JAXLIB_VERSION)},
+        {"cuda", Json(JAX_FLASH_CUDA_VERSION)},
+        {"nvcc", Json(JAX_FLASH_NVCC)},
+        {"archs", Json(JAX_FLASH_CUDA_ARCHS)},
+        {"kernels", Json(kernels)},
+        {"platforms", Json(platforms)},
+        {"options", Json(kOptionNames)},
+        {"operands", Json(kOperandNames)},
+    };
+    std::string json;
+    for (const auto& [name, value] : fields) json += (json.empty() ? "" : ", ") + Json(name) + ": " + value;
+    return '{' + json + '}';
+  }();
   return description.c_str();
 }
