@@ -29,7 +29,13 @@ from scikit_build_core.build import *  # noqa: F403  (the hooks that stay as the
 _JAXLIB = "0.7.2"
 # Pinned: PTX of a newer compiler is refused by the drivers that CUDA 13.0 runs on.
 _CUDA = "13.0"
-_CUDA_PACKAGES = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
+_CUDA_PACKAGES = (
+    "nvidia-cuda-nvcc",
+    "nvidia-nvvm",
+    "nvidia-cuda-crt",
+    "nvidia-cuda-runtime",
+    "nvidia-cuda-cccl",
+)
 # The compiler of CUDA 12.9.1. Those of 12.8.0 to 12.9.0 miscompile causal masks.
 _OLDEST_NVCC = (12, 9, 86)
 
@@ -93,9 +99,9 @@ def _keep_jaxlib():
     """Copy jaxlib's headers to build/deps if they are not there; return their version and folder."""
     version, kept = _JAXLIB, _kept_jaxlib(_JAXLIB)
     if not kept.is_dir():
-        spec = importlib.util.find_spec("jaxlib")  # found, not imported: importing it takes seconds and needs NumPy
+        spec = importlib.util.find_spec("jaxlib")  # not imported, which takes seconds
         if spec is None:
-            raise SystemExit(f"jax_flash: no jaxlib found, whose headers the build needs: pip install jaxlib=={_JAXLIB}")
+            raise SystemExit(f"jax_flash: the build needs jaxlib's headers: pip install jaxlib=={_JAXLIB}")
         version = importlib.metadata.version("jaxlib")  # another one where pip's build isolation is off
         kept = _kept_jaxlib(version)
         if not kept.is_dir():
@@ -118,16 +124,17 @@ def _nvcc(config_settings):
         nvcc = _kept_nvcc()
     if nvcc is None:
         if choice.upper() != "AUTO":
-            raise SystemExit(f"jax_flash: JAX_FLASH_CUDA={choice}: no usable nvcc for this machine was found.")
-        print("jax_flash: no CUDA compiler for this platform was found: building for the CPU only.", file=sys.stderr)
+            raise SystemExit(f"jax_flash: JAX_FLASH_CUDA={choice}: no usable nvcc was found.")
+        print("jax_flash: no CUDA compiler for this platform: building for the CPU only.", file=sys.stderr)
     return nvcc
 
 
 def _system_nvcc():
     """Return the first usable nvcc of CUDACXX, PATH, CUDA_HOME and /usr/local/cuda."""
-    candidates = [os.environ.get("CUDACXX"), shutil.which("nvcc")]
-    candidates += [os.path.join(root, "bin", "nvcc") for root in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if root]
-    for candidate in filter(None, candidates):
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    for candidate in (os.environ.get("CUDACXX"), shutil.which("nvcc"), f"{home}/bin/nvcc"):
+        if candidate is None:
+            continue
         version = _nvcc_version(candidate)
         if version >= _OLDEST_NVCC:
             return Path(candidate)
@@ -177,7 +184,9 @@ def _keep_nvcc():
             _copy(wheels, toolkit, ignore=shutil.ignore_patterns("lib*.so*", "cmake"))
             return
     packages = " ".join(f"'{package}=={_CUDA}.*'" for package in _CUDA_PACKAGES)
-    raise SystemExit(f"jax_flash: NVIDIA's compiler was not found in this environment: pip install {packages}")
+    raise SystemExit(
+        f"jax_flash: NVIDIA's compiler was not found in this environment: pip install {packages}"
+    )
 
 
 def _copy(source, target, **options):
