@@ -90,7 +90,7 @@ def attention(
     deterministic: bool = False,
     **mask_options: Any,
 ) -> Result:
-    """out and lse, and with `dout` also dq, dk, dv, of inputs [B, T, N, H], [B, S, K, H], [B, S, K, Hv]."""
+    """Attention of q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv]; with `dout` its gradients, too."""
     del precision, deterministic  # they do not change the exact answer
     q, k, v = (
         np.moveaxis(np.asarray(x).astype(np.float64), 2, 1) for x in (q, k, v)
@@ -146,7 +146,7 @@ def attention(
 
 
 def _product(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """weights @ values where a weight of exactly zero takes nothing from a value that is not finite."""
+    """Multiply; a weight of exactly zero takes nothing from a value that is not finite."""
     if np.isfinite(values).all():
         return weights @ values
     parts = weights[..., :, :, None] * values[..., None, :, :]

@@ -49,7 +49,7 @@ def test_planted_fault_is_caught(fault, kind):
     assert faults(r["got"], r["want"], kind, num_keys=96, naive=r["naive"])
 
 
-@pytest.mark.parametrize("kind, bound", [("float32", 2e-5), ("float64", 1e-13)])
+@pytest.mark.parametrize(("kind", "bound"), [("float32", 2e-5), ("float64", 1e-13)])
 def test_full_precision_has_one_bound(kind, bound):
     want = np.full((4, 4), 0.5)
     assert faults(want + 0.9 * bound, want, kind, num_keys=100) == []

@@ -11,7 +11,7 @@ import jax_flash
 
 
 def forward(case: Case, dtype: str, **more):
-    """out and lse of a row, from a program without a backward pass."""
+    """Compute out and lse of a row, from a program without a backward pass."""
 
     @jax.jit
     def f(q, k, v, operands):

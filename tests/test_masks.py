@@ -1,7 +1,7 @@
 """Exact probes of the mask.
 
-With q = k = 0 all visible keys have the same weight: lse is log(number of visible keys), one-hot values show in
-the output which keys a query sees, and one-hot cotangents show in dv which queries see a key.
+With q = k = 0 all visible keys have the same weight: lse is log(number of visible keys), one-hot values show
+in the output which keys a query sees, and one-hot cotangents show in dv which queries see a key.
 """
 
 import jax

@@ -1,0 +1,288 @@
+"""Shapes, values and circumstances at which attention has been known to break."""
+
+import functools
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import DTYPES
+from closeness import assert_close
+
+import jax_flash
+
+ALL = (0, 1, 2)
+
+
+def random(*shape: int, seed: int = 0, dtype=np.float32) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def forward_and_backward(**options):
+    """A jitted function from q, k, v, dout to out, lse, dq, dk, dv."""
+
+    @jax.jit
+    def f(q, k, v, dout):
+        (out, lse), vjp = jax.vjp(
+            lambda *args: jax_flash.flash_attention(*args, return_residual=True, **options), q, k, v
+        )
+        return oracle.Result(out, lse, *vjp((dout, jnp.zeros_like(lse))))
+
+    return f
+
+
+# ---- Sizes ------------------------------------------------------------------------------------------------
+
+# B, T, S, N, K
+EMPTY = {
+    "no batch": (0, 3, 4, 2, 1),
+    "no queries": (2, 0, 4, 2, 1),
+    "no keys": (2, 3, 0, 2, 1),
+    "no heads": (2, 3, 4, 0, 0),
+    "no query heads": (2, 3, 4, 0, 2),
+    "neither queries nor keys": (2, 0, 0, 2, 2),
+}
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"], ids=["fused", "xla"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("sizes", EMPTY.values(), ids=EMPTY.keys())
+def test_empty(sizes, dtype, implementation, platform):
+    b, t, s, n, k = sizes
+    dtype = DTYPES[dtype]
+    args = random(b, t, n, 8, dtype=dtype), random(b, s, k, 8, dtype=dtype), random(b, s, k, 5, dtype=dtype)
+    got = forward_and_backward(implementation=implementation)(*args, random(b, t, n, 5, dtype=dtype))
+    assert [x.shape for x in got] == [(b, t, n, 5), (b, t, n), *(x.shape for x in args)]
+    for name, x in got._asdict().items():
+        np.testing.assert_array_equal(x, -np.inf if name == "lse" else 0.0)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(70_000, 1, 2, 1, 1), (1, 1, 2, 70_000, 70_000), (1, 2, 1, 70_000, 1)], ids=str
+)
+def test_more_than_65535(sizes, platform):
+    """More batch elements or heads than a CUDA grid has blocks in y and z."""
+    b, t, s, n, k = sizes
+    args = (
+        random(b, t, n, 4),
+        random(b, s, k, 4, seed=1),
+        random(b, s, k, 4, seed=2),
+        random(b, t, n, 4, seed=3),
+    )
+    got = forward_and_backward(precision="highest")(*args)
+    want = oracle.attention(*args)
+    for name in want._fields:
+        # The gradients of one key head sum over all 70,000 query heads.
+        terms = t * n // max(k, 1) if name in ("dk", "dv") else s
+        assert_close(getattr(got, name), getattr(want, name), "float32", num_keys=terms, name=name)
+
+
+def test_head_dims_without_a_limit_on_the_cpu():
+    args = [random(1, 5, 1, h, seed=i) for i, h in enumerate((300, 300, 515, 515))]
+    got, want = forward_and_backward()(*args), oracle.attention(*args)
+    for name in want._fields:
+        assert_close(getattr(got, name), getattr(want, name), "float32", num_keys=5, name=name)
+
+
+def test_head_dims_over_256_are_refused_on_the_gpu(cuda):
+    args = [random(1, 5, 1, h, seed=i) for i, h in enumerate((300, 300, 300, 300))]
+    with pytest.raises(NotImplementedError, match=r'256.*300.*implementation="xla"'):
+        forward_and_backward()(*args)
+
+
+def test_float64_is_refused_on_the_gpu(cuda):
+    with harness.x64("float64"), pytest.raises(NotImplementedError, match=r'float64.*implementation="xla"'):
+        forward_and_backward()(*4 * [random(1, 5, 1, 8, dtype=np.float64)])
+
+
+# ---- Values -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("kind", range(4))
+def test_logits_of_10000(kind, sign, platform):
+    """All logits of a row are large, and differ by little."""
+    dtype, precision, rule = harness.KINDS[platform][kind]
+    q = np.full((1, 70, 2, 16), 25 * sign)
+    k = np.full((1, 90, 2, 16), 25.0)
+    k[0, ::3, :, 0] += 0.125  # representable in every dtype
+    v, dout = random(1, 90, 2, 16, seed=1), random(1, 70, 2, 16, seed=2)
+    args = [x.astype(DTYPES[dtype]) for x in (q, k, v, dout)]
+    with harness.x64(dtype):
+        got = forward_and_backward(scale=1.0, precision=precision, is_causal=True)(*args)
+    want = oracle.attention(*args, scale=1.0, is_causal=True)
+    assert np.abs(want.lse).min() > 9900
+    for x in got:
+        assert np.isfinite(np.asarray(x, np.float64)).all()
+    # At this size float32 itself is no finer than 1e-3; the weights are between those of 2 neighbours.
+    tolerance = 1e-6 if dtype == "float64" else 2e-2
+    np.testing.assert_allclose(np.asarray(got.lse, np.float64), want.lse, rtol=tolerance)
+    np.testing.assert_allclose(np.asarray(got.out, np.float64), want.out, atol=2 * tolerance)
+    assert rule
+
+
+def test_one_logit_far_above_the_others(platform):
+    q, k, v = random(1, 80, 1, 8), random(1, 100, 1, 8, seed=1), random(1, 100, 1, 8, seed=2)
+    k[0, 37] = 1e4 * q[0, 5]
+    out = jax_flash.flash_attention(q, k, v, precision="highest")
+    np.testing.assert_array_equal(out[0, 5], v[0, 37])
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0])
+def test_scale_0_is_the_mean(scale, platform):
+    q, k, v = (random(1, 33, 1, 8, seed=seed) for seed in range(3))
+    out, lse = jax_flash.flash_attention(q, k, v, scale=scale, precision="highest", return_residual=True)
+    np.testing.assert_allclose(out, np.broadcast_to(v.mean(1, keepdims=True), out.shape), atol=1e-6)
+    np.testing.assert_allclose(lse, np.log(33), rtol=1e-6)
+
+
+def test_negative_scale_is_the_scale_of_negative_queries(platform):
+    q, k, v = (random(1, 40, 2, 8, seed=seed) for seed in range(3))
+    attention = functools.partial(jax_flash.flash_attention, is_causal=True, precision="highest")
+    np.testing.assert_allclose(attention(q, k, v, scale=-0.3), attention(-q, k, v, scale=0.3), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_largest_and_smallest_numbers(dtype, platform):
+    """Neither overflow in a product of small scale nor denormals make a NaN."""
+    info = jnp.finfo(dtype)
+    large = np.full((1, 20, 1, 8), np.sqrt(float(info.max)) / 4).astype(DTYPES[dtype])
+    small = np.full((1, 20, 1, 8), float(info.smallest_subnormal)).astype(DTYPES[dtype])
+    v = random(1, 20, 1, 8, dtype=DTYPES[dtype])
+    for q, k, scale in (
+        (large, large, 1e-30 if dtype != "float16" else 1e-5),
+        (small, small, 1.0),
+        (large, small, 1.0),
+    ):
+        got = forward_and_backward(scale=scale, precision="highest")(q, k, v, v)
+        for x in got:
+            assert np.isfinite(np.asarray(x, np.float32)).all()
+
+
+# ---- Size on a GPU ----------------------------------------------------------------------------------------
+
+
+def test_131072_tokens_in_float32(cuda):
+    """One head, forward and backward, in memory linear in T; a few rows against the exact result."""
+    length, scale = 131_072, 128**-0.5
+    q, k, v, dout = (random(1, length, 1, 128, seed=seed) for seed in range(4))
+    got = forward_and_backward(precision="highest")(q, k, v, dout)
+    got = oracle.Result(*(np.asarray(x, np.float64)[0, :, 0] for x in got))
+    for x in got:
+        assert np.isfinite(x).all()
+    q, k, v, dout = (x[0, :, 0].astype(np.float64) for x in (q, k, v, dout))
+    rows = [0, 1, 77_777, length - 1]
+    close = functools.partial(assert_close, kind="float32", num_keys=length)
+    s = scale * q[rows] @ k.T
+    p = np.exp(s - got.lse[rows, None])
+    np.testing.assert_allclose(p.sum(-1), 1.0, rtol=1e-5)
+    close(got.out[rows], p @ v, name="out")
+    ds = p * (dout[rows] @ v.T - (dout[rows] * got.out[rows]).sum(-1, keepdims=True))
+    close(got.dq[rows], scale * ds @ k, name="dq")
+    # A key's gradient sums over the queries: their lse and delta are those just checked.
+    p = np.exp(scale * q @ k[rows].T - got.lse[:, None])
+    close(got.dv[rows], p.T @ dout, name="dv")
+    ds = p * (dout @ v[rows].T - (dout * got.out).sum(-1, keepdims=True))
+    close(got.dk[rows], scale * ds.T @ q, name="dk")
+
+
+def memory_of_the_gpu() -> int:
+    return jax.devices("cuda")[0].memory_stats()["bytes_limit"]
+
+
+def test_tensors_past_2_to_the_31_elements(cuda):
+    """Indices that do not fit in 32 bits: short sequences, very many of them."""
+    batch, length, heads, head_dim = 2**18 + 8, 4, 16, 128
+    assert batch * length * heads * head_dim > 2**31
+    needed = 9 * 2 * batch * length * heads * head_dim
+    if memory_of_the_gpu() < needed:
+        pytest.skip(f"needs {needed / 2**30:.0f} GiB of GPU memory")
+
+    @jax.jit
+    def make(seed):
+        """The same small array all over, so that every batch element has the same result."""
+        x = jax.random.normal(jax.random.key(seed), (8, length, heads, head_dim), jnp.bfloat16)
+        return jnp.tile(x, (batch // 8, 1, 1, 1))
+
+    arrays = [make(seed) for seed in range(4)]
+    got = forward_and_backward(deterministic=True)(*arrays)
+    small = forward_and_backward(deterministic=True)(*(x[:8] for x in arrays))
+    for name, x, want in zip(got._fields, got, small, strict=True):
+        same = jax.jit(lambda x, want: jnp.all(x.reshape(-1, *want.shape) == want))(x, want)
+        assert same, f"{name} differs between batch elements"
+
+
+# ---- Again and again --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_repeats_give_the_same_bits(dtype, platform):
+    repeats = 1000 if platform == "cuda" else 100
+    args = [random(2, 200, n, 64, seed=seed, dtype=DTYPES[dtype]) for seed, n in enumerate((4, 2, 2, 4))]
+    args = [jnp.asarray(x) for x in args]
+    f = forward_and_backward(is_causal=True, deterministic=True)
+    want = f(*args)
+    differs = jax.jit(lambda a, b: sum(jnp.any(x != y).astype(jnp.int32) for x, y in zip(a, b, strict=True)))
+    assert sum(differs(f(*args), want) for _ in range(repeats)) == 0
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "any order"])
+def test_replays_follow_changed_inputs(deterministic, platform):
+    """XLA captures a program of several kernels in a CUDA graph and replays it."""
+    attention = functools.partial(
+        jax_flash.flash_attention, is_causal=True, deterministic=deterministic, precision="highest"
+    )
+
+    def loss(q, k, v):
+        for _ in range(3):
+            q = q + attention(q, k, v)
+        return jnp.sum(jnp.sin(q.astype(jnp.float32)))
+
+    compiled = jax.jit(jax.value_and_grad(loss, ALL))
+    make = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), (3, 1, 130, 2, 64), jnp.float32))
+    for seed in range(100 if platform == "cuda" else 10):
+        args = tuple(make(seed))
+        got = compiled(*args)
+        if seed % 10 == 0:
+            with jax.disable_jit():
+                want = jax.value_and_grad(loss, ALL)(*args)
+        else:
+            want = jax.value_and_grad(loss, ALL)(*args)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
+
+
+def test_second_device_while_the_first_is_current(platform):
+    devices = jax.devices(platform)
+    if len(devices) < 2:
+        pytest.skip(f"needs 2 devices of {platform}, there is 1")
+    args = [random(2, 130, 2, 64, seed=seed, dtype=DTYPES["bfloat16"]) for seed in range(4)]
+    f = forward_and_backward(is_causal=True, deterministic=True)
+    results = [
+        f(*(jax.device_put(x, device) for x in args)) for device in (devices[0], devices[-1], devices[0])
+    ]
+    assert results[1].out.devices() == {devices[-1]}
+    for a, b, c in zip(*results, strict=True):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a, c)
+
+
+def test_from_many_threads(platform):
+    """Calls from several Python threads at once."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    f = forward_and_backward(is_causal=True, deterministic=True)
+    inputs = [[random(1, 130, 2, 16, seed=4 * i + j) for j in range(4)] for i in range(8)]
+    want = [f(*args) for args in inputs]
+    device = jax.devices(platform)[0]
+
+    def again(args):
+        with jax.default_device(device):
+            return f(*args)
+
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(again, inputs * 4))
+    for a, b in zip(got, want * 4, strict=True):
+        for x, y in zip(a, b, strict=True):
+            np.testing.assert_array_equal(x, y)

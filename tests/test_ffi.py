@@ -1,0 +1,144 @@
+"""The custom calls themselves: a program that calls them wrongly gets an error, and the process lives on."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+
+F32, BF16, I32 = jnp.float32, jnp.bfloat16, jnp.int32
+OPTIONS = dict(
+    scale=np.float64(0.5),
+    is_causal=np.bool_(False),
+    window_left=np.int64(-1),
+    window_right=np.int64(-1),
+    logits_soft_cap=np.float64(0.0),
+    precision=np.int64(2),
+    deterministic=np.bool_(True),
+    operands="",
+)
+FORWARD = ["q", "k", "v"], ["out", "lse"]
+BACKWARD = ["q", "k", "v", "out", "lse", "dout"], ["dq", "dk", "dv"]
+WORKSPACE = {"cpu": [], "cuda": ["delta", "lse_log2"]}
+SHAPES = {
+    **dict.fromkeys(["q", "dq"], (2, 4, 6, 8)),
+    **dict.fromkeys(["k", "dk"], (2, 5, 3, 8)),
+    **dict.fromkeys(["v", "dv"], (2, 5, 3, 16)),
+    **dict.fromkeys(["out", "dout"], (2, 4, 6, 16)),
+    **dict.fromkeys(["lse", "dlse"], (2, 4, 6)),
+    **dict.fromkeys(["delta", "lse_log2"], (2, 6, 4)),
+    **dict.fromkeys(["lengths"], (2,)),
+}
+
+
+def call(target: str, platform: str, *, replace=None, extra=(), drop=0, drop_results=0, **options):
+    """Call a target with arrays of zeros; `replace` gives other shapes or dtypes by name."""
+    args, results = FORWARD if target == "jax_flash_forward" else BACKWARD
+    if target == "jax_flash_backward":
+        results = results + WORKSPACE[platform]
+    types = {name: (SHAPES[name], F32) for name in [*args, *results, *extra]} | (replace or {})
+    args = [*args, *extra]
+    args = [jnp.zeros(*types[name]) for name in args[: len(args) - drop]]
+    results = [jax.ShapeDtypeStruct(*types[name]) for name in results[: len(results) - drop_results]]
+    attributes = {name: x for name, x in (OPTIONS | options).items() if x is not None}
+    return jax.block_until_ready(
+        jax.jit(lambda *args: jax.ffi.ffi_call(target, results)(*args, **attributes))(*args)
+    )
+
+
+LENGTHS = dict(extra=["lengths"], operands="key_value_seq_lengths")
+# Calls of the forward target, and what the error says.
+BAD_FORWARD = {
+    "q of rank 3": (dict(replace={"q": ((4, 6, 8), F32)}), "q must have 4 axes"),
+    "k of rank 5": (dict(replace={"k": ((1, 2, 5, 3, 8), F32)}), "k must have 4 axes"),
+    "scalar v": (dict(replace={"v": ((), F32)}), "v must have 4 axes"),
+    "k of another batch": (dict(replace={"k": ((3, 5, 3, 8), F32)}), "k must be float32 of shape"),
+    "k of another head dim": (dict(replace={"k": ((2, 5, 3, 9), F32)}), "k must be float32 of shape"),
+    "k of another dtype": (dict(replace={"k": ((2, 5, 3, 8), BF16)}), "k must be float32 .* got bfloat16"),
+    "v of another length": (dict(replace={"v": ((2, 6, 3, 16), F32)}), "v must be float32 of shape"),
+    "v of other heads": (dict(replace={"v": ((2, 5, 2, 16), F32)}), "v must be float32 of shape"),
+    "integer q": (dict(replace={"q": ((2, 4, 6, 8), I32)}), "q must be float16, bfloat16, float32"),
+    "heads not a multiple": (dict(replace={"q": ((2, 4, 7, 8), F32)}), "multiple"),
+    "out of another shape": (dict(replace={"out": ((2, 4, 6, 8), F32)}), "out must be float32 of shape"),
+    "out of another dtype": (dict(replace={"out": ((2, 4, 6, 16), BF16)}), "out must be float32"),
+    "lse of another shape": (dict(replace={"lse": ((2, 6, 4), F32)}), "lse must be float32 of shape"),
+    "lse of another dtype": (dict(replace={"lse": ((2, 4, 6), BF16)}), "lse must be float32"),
+    "v is missing": (dict(drop=1), "no argument for v"),
+    "lse is missing": (dict(drop_results=1), "no result for lse"),
+    "one argument too many": (dict(extra=["lengths"]), "expected 3 arguments"),
+    "lengths are missing": (dict(operands="query_seq_lengths"), "no argument for query_seq_lengths"),
+    "lengths of another shape": (
+        LENGTHS | dict(replace={"lengths": ((3,), I32)}), "key_value_seq_lengths must be int32",
+    ),
+    "float lengths": (LENGTHS, "key_value_seq_lengths must be int32 .* got float32"),
+    "unknown operand": (dict(extra=["lengths"], operands="bias"), "bias"),
+    "scale is NaN": (dict(scale=np.float64("nan")), "scale"),
+    "scale is an integer": (dict(scale=np.int64(1)), "scale"),
+    "window -2": (dict(window_left=np.int64(-2)), "window_left"),
+    "cap negative": (dict(logits_soft_cap=np.float64(-1.0)), "logits_soft_cap"),
+    "precision 3": (dict(precision=np.int64(3)), "precision"),
+    "is_causal is missing": (dict(is_causal=None), "is_causal"),
+    "deterministic is a number": (dict(deterministic=np.float64(1.0)), "deterministic"),
+}  # fmt: skip
+BAD_BACKWARD = {
+    "dout of another shape": (dict(replace={"dout": ((2, 4, 6, 8), F32)}), "dout must be float32 of shape"),
+    "dout of another dtype": (dict(replace={"dout": ((2, 4, 6, 16), BF16)}), "dout must be float32"),
+    "out of another length": (dict(replace={"out": ((2, 5, 6, 16), F32)}), "out must be float32 of shape"),
+    "lse of bfloat16": (dict(replace={"lse": ((2, 4, 6), BF16)}), "lse must be float32"),
+    "dlse of another shape": (
+        dict(extra=["dlse"], operands="dlse", replace={"dlse": ((2, 6, 4), F32)}), "dlse must be float32",
+    ),
+    "dlse is missing": (dict(operands="dlse"), "no argument for dlse"),
+    "dq of another shape": (dict(replace={"dq": ((2, 4, 6, 16), F32)}), "dq must be float32 of shape"),
+    "dk of query heads": (dict(replace={"dk": ((2, 5, 6, 8), F32)}), "dk must be float32 of shape"),
+    "dv of another dtype": (dict(replace={"dv": ((2, 5, 3, 16), BF16)}), "dv must be float32"),
+    "one result is missing": (dict(drop_results=1), "no result"),
+    "scale is infinite": (dict(scale=np.float64("inf")), "scale"),
+}  # fmt: skip
+
+
+def assert_alive(platform: str) -> None:
+    """A good call still works."""
+    out, lse = call("jax_flash_forward", platform)
+    np.testing.assert_array_equal(out, 0.0)
+    np.testing.assert_allclose(lse, np.log(5), rtol=1e-6)
+    for x in call("jax_flash_backward", platform)[:3]:
+        np.testing.assert_array_equal(x, 0.0)
+
+
+@pytest.mark.parametrize("row", BAD_FORWARD.values(), ids=BAD_FORWARD.keys())
+def test_bad_forward_call(row, platform):
+    changes, message = row
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        call("jax_flash_forward", platform, **changes)
+    assert_alive(platform)
+
+
+@pytest.mark.parametrize("row", BAD_BACKWARD.values(), ids=BAD_BACKWARD.keys())
+def test_bad_backward_call(row, platform):
+    changes, message = row
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        call("jax_flash_backward", platform, **changes)
+    assert_alive(platform)
+
+
+def test_raw_call_is_what_the_function_does(platform):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal(SHAPES[name]).astype(np.float32) for name in "qkv")
+    lengths = np.array([3, 5], np.int32)
+    types = [jax.ShapeDtypeStruct(SHAPES["out"], F32), jax.ShapeDtypeStruct(SHAPES["lse"], F32)]
+    raw = jax.jit(
+        lambda *args: jax.ffi.ffi_call("jax_flash_forward", types)(
+            *args, **OPTIONS | dict(operands="key_value_seq_lengths")
+        )
+    )
+    want = jax_flash.flash_attention(
+        q, k, v, scale=0.5, precision="highest", key_value_seq_lengths=lengths, return_residual=True
+    )
+    for a, b in zip(raw(q, k, v, lengths), want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_names_of_the_targets():
+    assert jax_flash.ffi_targets() == ("jax_flash_backward", "jax_flash_forward")

@@ -1,0 +1,141 @@
+"""Numerical gradient checks over the options, and the proof that they catch a fault."""
+
+import functools
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import jax_flash
+from jax_flash import _primitives
+
+OPTIONS = {
+    "full": {},
+    "causal": dict(is_causal=True),
+    "scale": dict(scale=0.7),
+    "scale negative": dict(scale=-0.4, is_causal=True),
+    "window": dict(local_window_size=(2, 1)),
+    "window, causal": dict(local_window_size=3, is_causal=True),
+    "soft cap": dict(logits_soft_cap=1.5),
+    "lengths of queries": dict(query_seq_lengths=np.array([3, 5], np.int32)),
+    "lengths of keys": dict(key_value_seq_lengths=np.array([7, 2], np.int32)),
+    "no keys": dict(key_value_seq_lengths=np.array([0, 4], np.int32)),
+    "offset": dict(query_offset=2, is_causal=True),
+    "offset per batch": dict(query_offset=np.array([-2, 4], np.int32), is_causal=True),
+    "deterministic": dict(deterministic=True, is_causal=True),
+    "everything": dict(
+        scale=0.5,
+        is_causal=True,
+        local_window_size=(4, 2),
+        logits_soft_cap=2.0,
+        query_seq_lengths=np.array([5, 4], np.int32),
+        key_value_seq_lengths=np.array([7, 6], np.int32),
+        query_offset=np.array([1, 3], np.int32),
+    ),
+}  # fmt: skip
+HEADS = {"one head": (1, 1, 4, 4), "groups": (4, 2, 5, 5), "values wider": (2, 1, 3, 6)}  # N, K, H, Hv
+
+
+def arrays(dtype, heads=(4, 2, 4, 3)) -> tuple[np.ndarray, ...]:
+    n, k, h, hv = heads
+    rng = np.random.default_rng(0)
+    return tuple(
+        rng.standard_normal(shape).astype(dtype) for shape in [(2, 5, n, h), (2, 7, k, h), (2, 7, k, hv)]
+    )
+
+
+def attention_and_lse(q, k, v, **options):
+    """Both results; -inf, which has no gradient, as 0."""
+    out, lse = jax_flash.flash_attention(q, k, v, return_residual=True, precision="highest", **options)
+    return out, jnp.where(jnp.isinf(lse), 0.0, lse)
+
+
+def check(f, dtype: str, *args) -> None:
+    with harness.x64(dtype):
+        check_grads(jax.jit(f), args, order=1, modes=["rev"])
+
+
+def dtypes_of(platform: str) -> list[str]:
+    return ["float32", "float64"] if platform == "cpu" else ["float32"]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_out_and_lse(options, platform):
+    for dtype in dtypes_of(platform):
+        check(functools.partial(attention_and_lse, **options), dtype, *arrays(dtype))
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["out", "lse"])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
+def test_heads(heads, part, platform):
+    for dtype in dtypes_of(platform):
+        check(lambda *args: attention_and_lse(*args, is_causal=True)[part], dtype, *arrays(dtype, heads))
+
+
+def test_without_a_batch_axis(platform):
+    for dtype in dtypes_of(platform):
+        check(attention_and_lse, dtype, *(x[0] for x in arrays(dtype)))
+
+
+def test_under_vmap(platform):
+    for dtype in dtypes_of(platform):
+        check(jax.vmap(attention_and_lse, (0, None, 1)), dtype, *arrays(dtype, (2, 2, 3, 3)))
+
+
+XLA_ONLY = {
+    "bias": dict(bias=np.linspace(-2, 2, 4 * 5 * 7, dtype=np.float32).reshape(1, 4, 5, 7)),
+    "mask": dict(mask=np.arange(35).reshape(5, 7) % 3 > 0),
+    "segment ids": dict(
+        segment_ids=(
+            np.arange(10, dtype=np.int32).reshape(2, 5) // 3,
+            np.arange(14, dtype=np.int32).reshape(2, 7) // 4,
+        )
+    ),
+    "sinks": dict(sinks=np.array([0.5, -1.0, 2.0, 0.0], np.float32)),
+}
+
+
+@pytest.mark.parametrize("options", XLA_ONLY.values(), ids=XLA_ONLY.keys())
+def test_reference(options):
+    for dtype in dtypes_of("cpu"):
+        check(functools.partial(attention_and_lse, implementation="xla", **options), dtype, *arrays(dtype))
+
+
+@pytest.mark.parametrize("name", ["bias", "sinks"])
+def test_gradient_of_bias_and_sinks(name):
+    """In the reference they are operands with a gradient."""
+    value = XLA_ONLY[name][name]
+    for dtype in dtypes_of("cpu"):
+        check(
+            lambda x, *args: attention_and_lse(*args, implementation="xla", **{name: x}),
+            dtype,
+            value.astype(dtype),
+            *arrays(dtype),
+        )
+
+
+# ---- Planted faults ---------------------------------------------------------------------------------------
+
+
+FAULTS = {
+    "sign of dq": lambda dq, dk, dv: (-dq, dk, dv),
+    "sign of dk": lambda dq, dk, dv: (dq, -dk, dv),
+    "sign of dv": lambda dq, dk, dv: (dq, dk, -dv),
+    "dq a part in 10 too large": lambda dq, dk, dv: (1.1 * dq, dk, dv),
+    "dk and dv of one head": lambda dq, dk, dv: (dq, dk.at[:, :, 0].set(0), dv.at[:, :, 0].set(0)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_planted_fault_is_caught(fault, platform, monkeypatch):
+    """The checks above are worth something: with a fault in the backward pass they fail."""
+    backward = _primitives.backward
+    monkeypatch.setattr(_primitives, "backward", lambda *args: fault(*backward(*args)))
+    for dtype in dtypes_of(platform):
+        with pytest.raises(AssertionError, match="Not equal to tolerance"):
+            check(
+                lambda *args: attention_and_lse(*args), dtype, *arrays(dtype)
+            )  # not a function JAX has cached

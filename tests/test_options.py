@@ -1,0 +1,188 @@
+"""Every option is known to Python, to C++ and to the docstring, and none is accepted and ignored."""
+
+import dataclasses
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+from jax_flash import _library, _primitives
+from jax_flash._options import AttentionOptions
+
+SIGNATURE = inspect.signature(jax_flash.flash_attention).parameters
+LENGTHS = np.array([3, 9], np.int32)
+
+# For each option a call that it must change. `forward` is False where it does not change the output: how
+# is said beside it.
+CHANGES = {
+    "scale": dict(scale=0.1),
+    "is_causal": dict(is_causal=True),
+    "query_seq_lengths": dict(query_seq_lengths=LENGTHS),
+    "key_value_seq_lengths": dict(key_value_seq_lengths=LENGTHS),
+    "local_window_size": dict(local_window_size=(2, 1)),
+    "logits_soft_cap": dict(logits_soft_cap=0.5),
+    "query_offset": dict(query_offset=LENGTHS),
+}
+XLA_CHANGES = {
+    "bias": dict(bias=np.linspace(0, 3, 12, dtype=np.float32)),
+    "mask": dict(mask=np.arange(12) % 2 == 0),
+    "segment_ids": dict(segment_ids=np.arange(24, dtype=np.int32).reshape(2, 12) // 5),
+    "sinks": dict(sinks=np.ones(2, np.float32)),
+    "dropout_rate": dict(dropout_rate=0.5, dropout_rng=jax.random.key(0)),
+}
+# Options that change something else than the numbers of the output, and the test that shows it.
+OTHERWISE = {
+    "dropout_rng": "test_reference.py::test_dropout_depends_on_its_key_alone",
+    "precision": "test_precision_changes_float32_products",
+    "deterministic": "test_deterministic_chooses_another_backward",
+    "return_residual": "test_return_residual_gives_lse_too",
+    "implementation": "test_implementation_chooses_what_runs",
+}
+
+
+def qkv(dtype=np.float32) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((2, 12, 2, 16)).astype(dtype) for _ in range(3)]
+
+
+def results(**options) -> list[np.ndarray]:
+    """Output and gradients."""
+    f = jax.jit(lambda *args: jax_flash.flash_attention(*args, **options))
+    out, vjp = jax.vjp(f, *qkv())
+    return [np.asarray(x) for x in (out, *vjp(jnp.cos(out)))]
+
+
+# Options of masks that also need another one to have an effect.
+BASE = {"query_offset": dict(is_causal=True)}
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"], ids=["fused", "xla"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_option_changes_output_and_gradients(name, implementation, platform):
+    base = BASE.get(name, {}) | {"implementation": implementation}
+    for before, after in zip(results(**base), results(**base, **CHANGES[name]), strict=True):
+        assert np.abs(before - after).max() > 1e-2
+
+
+@pytest.mark.parametrize("name", XLA_CHANGES)
+def test_option_of_the_reference_changes_output_and_gradients(name):
+    before, after = results(implementation="xla"), results(implementation="xla", **XLA_CHANGES[name])
+    for a, b in zip(before, after, strict=True):
+        assert np.abs(a - b).max() > 1e-2
+
+
+def test_every_parameter_is_in_a_table():
+    arrays = {"query", "key", "value"}
+    assert set(SIGNATURE) == arrays | CHANGES.keys() | XLA_CHANGES.keys() | OTHERWISE.keys()
+
+
+def test_precision_changes_float32_products(cuda):
+    """On the CPU float32 is always computed in float32."""
+    error = {}
+    exact = jax_flash.flash_attention(
+        *(x.astype(np.float64) for x in map(np.asarray, qkv())), implementation="xla"
+    )
+    for precision in ("default", "highest"):
+        out = jax_flash.flash_attention(*qkv(), precision=precision)
+        error[precision] = np.abs(np.asarray(out, np.float64) - exact).max()
+    assert error["highest"] < 1e-5 < error["default"] < 1e-2
+
+
+def attributes(**options) -> str:
+    """The text of the program that a call becomes."""
+    f = jax.jit(jax.grad(lambda *args: jax_flash.flash_attention(*args, **options).sum()))
+    return f.lower(*qkv()).as_text()
+
+
+def test_deterministic_chooses_another_backward(platform):
+    assert attributes(deterministic=True) != attributes(deterministic=False)
+
+
+@pytest.mark.parametrize("precision", ["default", "high", "highest"])
+def test_default_matmul_precision_is_the_default(precision, platform):
+    with jax.default_matmul_precision(precision):
+        assert attributes() == attributes(precision=precision)
+    assert attributes() == attributes(precision="default")
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        (jax.lax.Precision.HIGHEST, "highest", "float32"),
+        (jax.lax.Precision.HIGH, "high", (jax.lax.Precision.HIGH, jax.lax.Precision.HIGH)),
+        (jax.lax.Precision.DEFAULT, "default", None),
+    ],
+    ids=["highest", "high", "default"],
+)
+def test_names_of_a_precision(same):
+    texts = {attributes(precision=precision) for precision in same}
+    assert len(texts) == 1
+
+
+def test_return_residual_gives_lse_too(platform):
+    out, lse = jax_flash.flash_attention(*qkv(), return_residual=True)
+    assert lse.shape == (2, 12, 2)
+    np.testing.assert_array_equal(out, jax_flash.flash_attention(*qkv()))
+
+
+def test_implementation_chooses_what_runs():
+    def calls(**options):
+        f = jax.jit(lambda *args: jax_flash.flash_attention(*args, **options))
+        return "jax_flash_forward" in f.lower(*qkv()).as_text()
+
+    assert calls()
+    assert calls(implementation=None)
+    assert not calls(implementation="xla")
+
+
+def test_python_and_cpp_have_the_same_options():
+    assert [field.name for field in dataclasses.fields(AttentionOptions)] == _library.option_names()
+
+
+def test_python_and_cpp_have_the_same_operands():
+    assert list(_primitives.OPERANDS) == _library.operand_names()
+
+
+def test_options_are_plain_python_numbers():
+    """A numpy scalar would hash like the number and lower to another type."""
+    options = AttentionOptions.resolve(
+        np.int64(4),
+        scale=np.float32(0.5),
+        is_causal=np.bool_(True),
+        local_window_size=(np.int32(3), np.uint8(1)),
+        logits_soft_cap=np.float16(2.0),
+        deterministic=np.bool_(False),
+    )
+    types = {
+        field.name: {"float": float, "int": int, "bool": bool}[field.type]
+        for field in dataclasses.fields(options)
+    }
+    assert {name: type(x) for name, x in dataclasses.asdict(options).items()} == types
+
+
+@pytest.mark.parametrize("name", SIGNATURE)
+def test_docstring_explains(name):
+    doc = inspect.getdoc(jax_flash.flash_attention)
+    assert (
+        f"\n  {name}: " in doc or f"\n    {name}: " in doc or f"\n  {name}, " in doc or f", {name}: " in doc
+    )
+
+
+JAX_NN = inspect.signature(jax.nn.dot_product_attention).parameters
+
+
+@pytest.mark.parametrize("name", JAX_NN)
+def test_has_the_parameters_of_jax_nn(name):
+    ours, theirs = SIGNATURE[name], JAX_NN[name]
+    assert ours.kind is theirs.kind
+    assert ours.default == theirs.default
+
+
+def test_positional_parameters_are_in_the_order_of_jax_nn():
+    def positional(parameters):
+        return [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    assert positional(SIGNATURE) == positional(JAX_NN)

@@ -1,0 +1,440 @@
+"""JAX's transformations: jit, grad, vmap, scan, checkpoint, sharding, export."""
+
+import functools
+import itertools
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from closeness import assert_close
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_flash
+
+attention = functools.partial(jax_flash.flash_attention, precision="highest", deterministic=True)
+ALL = (0, 1, 2)
+
+
+def random(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def qkv(*lead: int, t: int = 6, s: int = 9, n: int = 4, k: int = 2, h: int = 8) -> list[np.ndarray]:
+    return [
+        random(*lead, t, n, h, seed=1),
+        random(*lead, s, k, h, seed=2),
+        random(*lead, s, k, h, seed=3),
+    ]
+
+
+def loss(q, k, v, **options):
+    """A scalar that depends on out and on lse."""
+    out, lse = attention(q, k, v, is_causal=True, return_residual=True, **options)
+    return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
+
+
+def exact_loss(q, k, v, **options) -> tuple[float, list[np.ndarray]]:
+    """The value of `loss` and its gradients, from the oracle."""
+    out, lse = oracle.attention(q, k, v, is_causal=True, **options)
+    result = oracle.attention(q, k, v, np.cos(out), -np.sin(lse), is_causal=True, **options)
+    return np.sin(out).sum() + np.cos(lse).sum(), [result.dq, result.dk, result.dv]
+
+
+def assert_gradients_close(got, want) -> None:
+    for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
+        assert_close(a, b, "float32", num_keys=9, name=name)
+
+
+# ---- jit, grad ------------------------------------------------------------------------------------------
+
+
+def test_jit_gives_the_same_bits(platform):
+    args = qkv(2)
+    np.testing.assert_array_equal(jax.jit(attention)(*args), attention(*args))
+    got, want = jax.jit(jax.grad(loss, ALL))(*args), jax.grad(loss, ALL)(*args)
+    assert_gradients_close(got, want)
+
+
+def test_value_and_grad(platform):
+    args = qkv(2)
+    value, gradients = jax.jit(jax.value_and_grad(loss, ALL))(*args)
+    want_value, want = exact_loss(*args)
+    np.testing.assert_allclose(value, want_value, rtol=1e-5)
+    assert_gradients_close(gradients, want)
+
+
+def test_same_array_three_times(platform):
+    (x,) = qkv(2, n=2)[:1]
+    got = jax.grad(lambda x: loss(x, x, x))(x)
+    want = sum(exact_loss(x, x, x)[1])
+    assert_close(got, want, "float32", num_keys=6)
+
+
+def test_jacobian(platform):
+    """One backward pass under vmap, over cotangents alone."""
+    args = qkv(1, t=2, s=3, n=1, k=1, h=2)
+    jacobian = jax.jacrev(attention, argnums=2)(*args)
+    p = oracle.attention(*args[:2], np.eye(3)[None, :, None, :]).out[0, :, 0]  # probabilities [T, S]
+    want = np.einsum("ts,hg->thsg", p, np.eye(2)).reshape(jacobian.shape)
+    np.testing.assert_allclose(jacobian, want, atol=1e-6)
+
+
+# ---- vmap -----------------------------------------------------------------------------------------------
+
+SUBSETS = [subset for size in (1, 2, 3) for subset in itertools.combinations(range(3), size)]
+
+
+def is_mapped(subset) -> list[bool]:
+    return [i in subset for i in range(3)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("subset", SUBSETS, ids=lambda subset: "".join("qkv"[i] for i in subset))
+def test_vmap_of_grad_and_grad_of_vmap(subset, n, platform):
+    """Every subset of q, k, v mapped: the gradient of an operand that is not mapped sums over the map."""
+    mapped = is_mapped(subset)
+    args = [a if m else b[0] for m, a, b in zip(mapped, qkv(n, 2), qkv(1, 2), strict=True)]
+    in_axes = tuple(0 if m else None for m in mapped)
+    rows = [exact_loss(*(x[i] if m else x for x, m in zip(args, mapped, strict=True))) for i in range(n)]
+
+    values, each = jax.jit(jax.vmap(jax.value_and_grad(loss, ALL), in_axes))(*args)
+    np.testing.assert_allclose(values, [value for value, _ in rows], rtol=1e-5)
+    assert_gradients_close(each, [np.stack(x) for x in zip(*(g for _, g in rows), strict=True)])
+
+    total = jax.jit(jax.grad(lambda *args: jax.vmap(loss, in_axes)(*args).sum(), ALL))(*args)
+    want = [x if m else x.sum(0) for x, m in zip(map(np.asarray, each), mapped, strict=True)]
+    assert_gradients_close(total, want)
+
+
+@pytest.mark.parametrize("in_axes", [(0, 1, 2), (4, 3, 0), (2, None, -1), (None, 4, None)], ids=str)
+@pytest.mark.parametrize("out_axes", [0, 2, -1])
+def test_vmap_over_any_axis(in_axes, out_axes, platform):
+    args = qkv(3, 2)
+    moved = [x[0] if axis is None else np.moveaxis(x, 0, axis) for x, axis in zip(args, in_axes, strict=True)]
+    got = jax.vmap(attention, in_axes, out_axes)(*moved)
+    rows = [
+        oracle.attention(*(x[0 if axis is None else i] for x, axis in zip(args, in_axes, strict=True))).out
+        for i in range(3)
+    ]
+    assert_close(np.moveaxis(got, out_axes, 0), np.stack(rows), "float32", num_keys=9)
+
+
+OPERANDS = {
+    "query_seq_lengths": np.array([[6, 3], [0, 5], [2, 6]], np.int32),
+    "key_value_seq_lengths": np.array([[9, 4], [7, 0], [1, 8]], np.int32),
+    "query_offset": np.array([[0, 3], [-2, 1], [5, -1]], np.int32),
+}
+
+
+@pytest.mark.parametrize("arrays_too", [False, True], ids=["operands", "operands and arrays"])
+@pytest.mark.parametrize("names", [(name,) for name in OPERANDS] + [tuple(OPERANDS)], ids="+".join)
+def test_vmap_over_lengths_and_offsets(names, arrays_too, platform):
+    operands = {name: OPERANDS[name] for name in names}
+    args = qkv(3, 2) if arrays_too else [x[0] for x in qkv(3, 2)]
+    axis = 0 if arrays_too else None
+
+    def gradients(q, k, v, operands):
+        return jax.value_and_grad(lambda *args: loss_of_rows(*args, **operands), ALL)(q, k, v)
+
+    values, got = jax.jit(jax.vmap(gradients, (axis, axis, axis, 0)))(*args, operands)
+    for i in range(3):
+        row = [x[i] for x in args] if arrays_too else args
+        options = {name: x[i] for name, x in operands.items()} | {"is_causal": True}
+        out = oracle.attention(*row, **options).out
+        want = oracle.attention(*row, np.cos(out), None, **options)
+        np.testing.assert_allclose(values[i], np.sin(out).sum(), rtol=1e-5, atol=1e-5)
+        assert_gradients_close([x[i] for x in got], want[2:])
+
+
+def loss_of_rows(q, k, v, **operands):
+    return jnp.sum(jnp.sin(attention(q, k, v, is_causal=True, **operands)))
+
+
+def test_vmap_over_a_scalar_offset(platform):
+    args = qkv(2)
+    offsets = jnp.arange(-2, 3, dtype=jnp.int32)
+    got = jax.vmap(lambda offset: attention(*args, is_causal=True, query_offset=offset))(offsets)
+    want = [oracle.attention(*args, is_causal=True, query_offset=int(offset)).out for offset in offsets]
+    assert_close(got, np.stack(want), "float32", num_keys=9)
+
+
+def test_nested_vmap(platform):
+    q, k, v = qkv(2, 3, 2)
+    k = k[:, 0]  # mapped by the outer vmap alone
+    inner = jax.vmap(jax.grad(loss, ALL), (0, None, 0))
+    got = jax.jit(jax.vmap(inner))(q, k, v)
+    want = [
+        np.stack([np.stack([exact_loss(q[i, j], k[i], v[i, j])[1][x] for j in range(3)]) for i in range(2)])
+        for x in range(3)
+    ]
+    assert_gradients_close(got, want)
+
+
+def test_vmap_without_a_batch_axis(platform):
+    """The mapped axis is the batch."""
+    args = qkv(3)
+    lengths = np.array([9, 2, 5], np.int32)
+    got = jax.vmap(lambda q, k, v, s: attention(q, k, v, key_value_seq_lengths=s))(*args, lengths)
+    want = attention(*args, key_value_seq_lengths=lengths)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_vmap_over_nothing(platform):
+    args = qkv(0, 2)
+    assert jax.vmap(attention)(*args).shape == args[0].shape
+    got = jax.vmap(jax.grad(loss, ALL))(*args)
+    assert [x.shape for x in got] == [x.shape for x in args]
+
+
+# ---- scan, checkpoint -----------------------------------------------------------------------------------
+
+
+def test_scan_over_layers(platform):
+    weights, x = 0.3 * random(3, 8, 8), random(2, 6, 4, 8, seed=1)
+
+    def layer(x, w):
+        return x + attention(x @ w, x, x, is_causal=True), None
+
+    def scanned(weights, x):
+        return jnp.sum(jnp.sin(jax.lax.scan(layer, x, weights)[0]))
+
+    def unrolled(weights, x):
+        for w in weights:
+            x = layer(x, w)[0]
+        return jnp.sum(jnp.sin(x))
+
+    with jax.default_matmul_precision("highest"):
+        got = jax.jit(jax.value_and_grad(scanned, (0, 1)))(weights, x)
+        want = jax.jit(jax.value_and_grad(unrolled, (0, 1)))(weights, x)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
+
+
+def count_calls(f, *args, name: str) -> int:
+    """How often a compiled program calls a kernel."""
+    return jax.jit(f).lower(*args).compile().as_text().count(f'custom_call_target="{name}"')
+
+
+POLICIES = {
+    "nothing": (jax.checkpoint_policies.nothing_saveable, 2),
+    "out": (jax.checkpoint_policies.save_only_these_names("flash_attention_out"), 2),
+    "out and lse": (
+        jax.checkpoint_policies.save_only_these_names("flash_attention_out", "flash_attention_lse"),
+        1,
+    ),
+    "everything": (jax.checkpoint_policies.everything_saveable, 1),
+}
+
+
+@pytest.mark.parametrize(("policy", "calls"), POLICIES.values(), ids=POLICIES.keys())
+def test_checkpoint(policy, calls, platform):
+    """Saved by name, out and lse spare the second forward pass."""
+    args = qkv(2)
+    f = jax.value_and_grad(jax.checkpoint(lambda *args: loss(*(2 * x for x in args)), policy=policy), ALL)
+    value, gradients = jax.jit(f)(*args)
+    want_value, want = exact_loss(*(2 * x for x in args))
+    np.testing.assert_allclose(value, want_value, rtol=1e-5)
+    assert_gradients_close(gradients, [2 * x for x in want])
+    assert count_calls(f, *args, name="jax_flash_forward") == calls
+    assert count_calls(f, *args, name="jax_flash_backward") == 1
+
+
+def test_gradient_of_nothing_runs_no_backward(platform):
+    """An output that is not used costs no kernel."""
+    args = qkv(2)
+    f = jax.grad(lambda *args: jnp.sum(args[0]) + 0.0 * jnp.sum(jax.lax.stop_gradient(attention(*args))), ALL)
+    assert count_calls(f, *args, name="jax_flash_backward") == 0
+
+
+# ---- sharding -------------------------------------------------------------------------------------------
+
+# The same program on eight devices, and which axes of [batch, length, heads, dim] are spread over them.
+MESHES = {
+    "batch": ((8, 1), P("batch"), P("batch")),
+    "heads": ((1, 8), P(None, None, "heads"), P(None, None, "heads")),
+    "batch and heads": ((2, 4), P("batch", None, "heads"), P("batch", None, "heads")),
+    "batch over both": ((2, 4), P(("batch", "heads")), P(("batch", "heads"))),
+}
+
+
+def mesh_of(shape: tuple[int, int]) -> Mesh:
+    return Mesh(np.array(jax.devices("cpu")).reshape(shape), ("batch", "heads"))
+
+
+def lengths_of(batch: int) -> dict[str, np.ndarray]:
+    return {
+        "query_seq_lengths": np.arange(batch, dtype=np.int32),
+        "key_value_seq_lengths": 1 + np.arange(batch, dtype=np.int32),
+        "query_offset": np.arange(batch, dtype=np.int32) - 2,
+    }
+
+
+def value_and_gradients(q, k, v, operands):
+    return jax.value_and_grad(lambda *args: loss_of_rows(*args, **operands), ALL)(q, k, v)
+
+
+def exact_rows(q, k, v, operands):
+    out = oracle.attention(q, k, v, is_causal=True, **operands).out
+    return out, oracle.attention(q, k, v, np.cos(out), is_causal=True, **operands)[2:]
+
+
+@pytest.mark.parametrize("operands", [False, True], ids=["", "lengths"])
+@pytest.mark.parametrize(("shape", "spec", "spec_kv"), MESHES.values(), ids=MESHES.keys())
+def test_sharded_jit_gathers_nothing(shape, spec, spec_kv, operands):
+    mesh = mesh_of(shape)
+    args = qkv(8, n=16, k=8)
+    operands = lengths_of(8) if operands else {}
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, (spec, spec_kv, spec_kv), strict=True)
+    ]
+    placed_operands = jax.device_put(operands, NamedSharding(mesh, P(*spec[:1])))
+    out, want = exact_rows(*args, operands)
+
+    forward = jax.jit(lambda q, k, v, operands: attention(q, k, v, is_causal=True, **operands))
+    got = forward(*placed, placed_operands)
+    assert_close(got, out, "float32", num_keys=9)
+    assert got.sharding.is_equivalent_to(placed[0].sharding, 4)
+
+    backward = jax.jit(value_and_gradients)
+    value, gradients = backward(*placed, placed_operands)
+    np.testing.assert_allclose(value, np.sin(out).sum(), rtol=1e-4, atol=1e-3)
+    assert_gradients_close(gradients, want)
+    for got, x in zip(gradients, placed, strict=True):
+        assert got.sharding.is_equivalent_to(x.sharding, 4)
+
+    for f in (forward, backward):
+        text = f.lower(*placed, placed_operands).compile().as_text()
+        assert "jax_flash_forward" in text
+        for collective in ("all-gather", "all-to-all", "collective-permute"):
+            assert collective not in text
+
+
+@pytest.mark.parametrize(
+    ("spec", "spec_kv"),
+    [
+        (P(None, None, "heads"), P()),
+        (P("batch"), P()),
+        (P(None, "batch"), P(None, "heads")),
+        (P(None, None, None, "heads"), P(None, None, None, "heads")),
+        (P("batch", None, "heads"), P(None, "heads")),
+    ],
+    ids=["heads of q", "batch of q", "lengths", "head dim", "mixed"],
+)
+def test_other_shardings_give_the_same(spec, spec_kv):
+    mesh = mesh_of((2, 4))
+    args = qkv(4, t=8, s=8, n=8, k=4)
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, (spec, spec_kv, spec_kv), strict=True)
+    ]
+    out, want = exact_rows(*args, {})
+    value, gradients = jax.jit(value_and_gradients)(*placed, {})
+    np.testing.assert_allclose(value, np.sin(out).sum(), rtol=1e-4, atol=1e-3)
+    assert_gradients_close(gradients, want)
+
+
+def test_one_key_head_with_sharded_query_heads():
+    mesh = mesh_of((1, 8))
+    args = qkv(2, n=16, k=1)
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, s))
+        for x, s in zip(args, (P(None, None, "heads"), P(), P()), strict=True)
+    ]
+    out, want = exact_rows(*args, {})
+    value, gradients = jax.jit(value_and_gradients)(*placed, {})
+    np.testing.assert_allclose(value, np.sin(out).sum(), rtol=1e-4, atol=1e-3)
+    assert_gradients_close(gradients, want)
+
+
+def test_sharded_vmap_gathers_nothing():
+    mesh = mesh_of((2, 4))
+    args = qkv(2, 4, n=4, k=4)
+    sharding = NamedSharding(mesh, P("batch", None, None, "heads"))
+    placed = [jax.device_put(x, sharding) for x in args]
+    f = jax.jit(jax.vmap(jax.grad(loss, ALL)))
+    want = [exact_loss(*(x[i] for x in args))[1] for i in range(2)]
+    assert_gradients_close(f(*placed), [np.stack(x) for x in zip(*want, strict=True)])
+    assert "all-gather" not in f.lower(*placed).compile().as_text()
+
+
+@pytest.mark.parametrize(("shape", "spec", "spec_kv"), MESHES.values(), ids=MESHES.keys())
+def test_shard_map(shape, spec, spec_kv):
+    mesh = mesh_of(shape)
+    args = qkv(8, n=16, k=8)
+    operands = lengths_of(8)
+    f = jax.shard_map(
+        lambda q, k, v, operands: attention(q, k, v, is_causal=True, **operands),
+        mesh=mesh,
+        in_specs=(spec, spec_kv, spec_kv, P(*spec[:1])),
+        out_specs=spec,
+    )
+    out, want = exact_rows(*args, operands)
+    assert_close(jax.jit(f)(*args, operands), out, "float32", num_keys=9)
+    gradients = jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args, operands))), ALL))(*args)
+    assert_gradients_close(gradients, want)
+
+
+def test_shard_map_with_replicated_keys():
+    """The gradient of a key that every device reads sums over the devices."""
+    mesh = mesh_of((8, 1))
+    q, k, v = qkv(8)
+    k, v = k[:1], v[:1]
+
+    def local(q, k, v):
+        return attention(q, jnp.broadcast_to(k, (q.shape[0], *k.shape[1:])), jnp.repeat(v, q.shape[0], 0))
+
+    f = jax.shard_map(local, mesh=mesh, in_specs=(P("batch"), P(), P()), out_specs=P("batch"))
+    got = jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), ALL))(q, k, v)
+    args = q, np.repeat(k, 8, 0), np.repeat(v, 8, 0)
+    want = oracle.attention(*args, np.cos(oracle.attention(*args).out))
+    assert_gradients_close(got, [want.dq, want.dk.sum(0, keepdims=True), want.dv.sum(0, keepdims=True)])
+
+
+# ---- export ---------------------------------------------------------------------------------------------
+
+
+def test_export_round_trip(platform):
+    args = qkv(2)
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in jax_flash.ffi_targets()]
+    f = jax.jit(lambda q, k, v: attention(q, k, v, is_causal=True, return_residual=True))
+    exported = jax.export.export(f, platforms=[platform], disabled_checks=checks)(*args)
+    restored = jax.export.deserialize(exported.serialize(vjp_order=1))
+    for got, want in zip(restored.call(*args), f(*args), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+    def loss_of(f):
+        return lambda *args: sum(jnp.sum(jnp.sin(x)) for x in f(*args))
+
+    assert_gradients_close(jax.grad(loss_of(restored.call), ALL)(*args), jax.grad(loss_of(f), ALL)(*args))
+
+
+BUILT_FOR_CUDA = pytest.mark.skipif(
+    not jax_flash.build_info()["cuda"], reason="the library was built without CUDA"
+)
+
+
+@BUILT_FOR_CUDA
+def test_export_for_both_platforms():
+    """A program can be lowered for a GPU where there is none."""
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in jax_flash.ffi_targets()]
+    f = jax.jit(jax.grad(loss, ALL))
+    exported = jax.export.export(f, platforms=["cpu", "cuda"], disabled_checks=checks)(*qkv(2))
+    text = exported.mlir_module()
+    assert exported.platforms == ("cpu", "cuda")
+    assert all(name in text for name in jax_flash.ffi_targets())
+
+
+@BUILT_FOR_CUDA
+def test_lowering_for_cuda_refuses_what_it_cannot_do():
+    """Limits of a platform are known when a program is lowered for it."""
+
+    def lower(x):
+        return jax.jit(attention).trace(x, x, x).lower(lowering_platforms=("cuda",))
+
+    lower(jnp.zeros((1, 4, 1, 256)))
+    with pytest.raises(NotImplementedError, match=r'257.*implementation="xla"'):
+        lower(jnp.zeros((1, 4, 1, 257)))
+    with harness.x64("float64"), pytest.raises(NotImplementedError, match=r'float64.*implementation="xla"'):
+        lower(jnp.zeros((1, 4, 1, 8), jnp.float64))
