@@ -1,0 +1,244 @@
+// Backward: dq, dk and dv, with the probabilities recomputed from lse. One work item is one key tile, which
+// goes through the query rows that see it, block by block. Included once for each instruction set (no include
+// guard), inside its namespace: see cpu_attention.cc.
+
+template <typename T>
+struct BackwardScratch {
+  T *k, *k_t;            // [kBlock, head_dim rounded up], [head_dim, kBlock]
+  T *v, *v_t;            // [kBlock, head_dim_v], [head_dim_v, kBlock]
+  T *q, *dout;           // [kBlock, head_dim rounded up], [kBlock, head_dim_v rounded up]
+  T *p, *ds;             // [rows kBlock, keys kBlock]: first the scores and dout v^T
+  T *dq, *dk, *dv;       // as q, k and dout
+  int64_t *first, *end;  // [rows kBlock]: the keys that a row sees, counted from the tile's first
+  bool* sees;            // [rows kBlock]: whether it sees any
+
+  BackwardScratch(const AttentionParams& params, Arena& arena) {
+    const int64_t width = RoundUp(params.head_dim, kLanes<T>),
+                  width_v = RoundUp(params.head_dim_v, kLanes<T>);
+    k = arena.Take<T>(kBlock * width);
+    k_t = arena.Take<T>(kBlock * params.head_dim);
+    v = arena.Take<T>(kBlock * params.head_dim_v);
+    v_t = arena.Take<T>(kBlock * params.head_dim_v);
+    q = arena.Take<T>(kBlock * width);
+    dout = arena.Take<T>(kBlock * width_v);
+    p = arena.Take<T>(kBlock * kBlock);
+    ds = arena.Take<T>(kBlock * kBlock);
+    dq = arena.Take<T>(kBlock * width);
+    dk = arena.Take<T>(kBlock * width);
+    dv = arena.Take<T>(kBlock * width_v);
+    first = arena.Take<int64_t>(kBlock);
+    end = arena.Take<int64_t>(kBlock);
+    sees = arena.Take<bool>(kBlock);
+  }
+};
+
+// What all items share.
+template <typename T>
+struct BackwardShared {
+  T* delta;     // [B, T, N]: rowsum(dout * out) - dlse
+  T* dq_accum;  // [B, T, N, H]: dq, summed over the key tiles
+  // [B, K, key tiles]: how many blocks of query rows the tile is done with. A tile adds to a block of dq
+  // after the tile before it: so the sum has one order.
+  std::atomic<int64_t>* blocks_done;
+
+  template <typename Storage>
+  BackwardShared(const BackwardParams& params, Arena& arena, const Storage*) {
+    const int64_t rows = params.batch * params.seqlen_q * params.num_heads;
+    delta = arena.Take<T>(rows);
+    dq_accum = static_cast<T*>(params.dq);
+    if constexpr (!std::is_same_v<Storage, T>) dq_accum = arena.Take<T>(rows * params.head_dim);
+    const int64_t tiles = params.batch * params.num_kv_heads * DivideUp(params.seqlen_kv, kBlock);
+    blocks_done = arena.Take<std::atomic<int64_t>>(tiles);
+  }
+};
+
+// delta of the rows [first, end) of [B, T, N]; their dq_accum = 0.
+template <typename Storage, typename T>
+void PrepareRows(const BackwardParams& params, int64_t first, int64_t end, const BackwardShared<T>& shared) {
+  const int64_t head_dim_v = params.head_dim_v;
+  for (int64_t row = first; row < end; ++row) {
+    const Storage* out = static_cast<const Storage*>(params.out) + row * head_dim_v;
+    const Storage* dout = static_cast<const Storage*>(params.dout) + row * head_dim_v;
+    T sums[kLanes<T>] = {};
+    for (int64_t column = 0; column < head_dim_v; column += kLanes<T>) {
+      const int64_t lanes = std::min(kLanes<T>, head_dim_v - column);
+      for (int64_t lane = 0; lane < lanes; ++lane) {
+        sums[lane] += ToCompute(out[column + lane]) * ToCompute(dout[column + lane]);
+      }
+    }
+    T delta = 0;
+    for (T sum : sums) delta += sum;
+    if (params.dlse && !std::isinf(static_cast<const T*>(params.lse)[row])) {
+      delta -= static_cast<const T*>(params.dlse)[row];
+    }
+    shared.delta[row] = delta;
+  }
+  Zero(shared.dq_accum + first * params.head_dim, (end - first) * params.head_dim);
+}
+
+// Scores and dp -> p and ds of one row, for `keys` keys.
+template <bool kCapped, typename T>
+INLINE void Probabilities(T* p, T* ds, int64_t keys, T scale, T cap, T lse, T delta) {
+  for (int64_t key = 0; key < keys; key += kLanes<T>) {
+    const Vec<T> x = Logits<T>(Load(p + key), scale, kCapped ? cap : T(0));
+    const Vec<T> probability = Exp<T>(x - lse);
+    Vec<T> gradient = probability * (Load(ds + key) - delta);
+    if constexpr (kCapped) {
+      const Vec<T> tanh = x / cap;
+      gradient *= T(1) - tanh * tanh;
+    }
+    Store(p + key, probability);
+    Store(ds + key, gradient);
+  }
+}
+
+// dk and dv of one key tile of one batch and key head, and its part of dq.
+template <typename Storage, typename T = ComputeType<Storage>>
+void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, int64_t tile_index,
+                  const BackwardScratch<T>& scratch, const BackwardShared<T>& shared) {
+  const int64_t head_dim = params.head_dim, head_dim_v = params.head_dim_v;
+  const int64_t width = RoundUp(head_dim, kLanes<T>), width_v = RoundUp(head_dim_v, kLanes<T>);
+  const T scale = params.options.scale, cap = params.options.logits_soft_cap;
+  const GroupRows q(static_cast<const Storage*>(params.q), params, batch, kv_head, head_dim);
+  const KeyRows k(static_cast<const Storage*>(params.k), params, batch, kv_head, head_dim);
+  const KeyRows v(static_cast<const Storage*>(params.v), params, batch, kv_head, head_dim_v);
+  const GroupRows dout(static_cast<const Storage*>(params.dout), params, batch, kv_head, head_dim_v);
+  const GroupRows lse(static_cast<const T*>(params.lse), params, batch, kv_head, 1);
+  const GroupRows delta(static_cast<const T*>(shared.delta), params, batch, kv_head, 1);
+  const GroupRows dq(shared.dq_accum, params, batch, kv_head, head_dim);
+  const KeyRows dk(static_cast<Storage*>(params.dk), params, batch, kv_head, head_dim);
+  const KeyRows dv(static_cast<Storage*>(params.dv), params, batch, kv_head, head_dim_v);
+
+  std::atomic<int64_t>* blocks_done =
+      shared.blocks_done + (batch * params.num_kv_heads + kv_head) * DivideUp(params.seqlen_kv, kBlock);
+  const Mask mask(params, batch);
+  const int64_t tile = tile_index * kBlock;
+  const int64_t tile_end = std::min(tile + kBlock, mask.kv_len());
+  const int64_t keys = tile_end - tile;  // that count; may be negative
+  const Range queries = mask.QueriesOf({tile, tile_end});
+
+  if (!queries.empty()) {
+    // ---- Load k, v and their transposes ----
+    LoadRows(k, tile, tile_end, nullptr, scratch.k, width, kBlock);
+    LoadRows(v, tile, tile_end, nullptr, scratch.v, head_dim_v, kBlock);
+    Transpose(scratch.k, width, kBlock, head_dim, scratch.k_t);
+    Transpose(scratch.v, head_dim_v, kBlock, head_dim_v, scratch.v_t);
+    Zero(scratch.dk, kBlock * width);
+    Zero(scratch.dv, kBlock * width_v);
+
+    const int64_t rows_end = queries.end * q.group;
+    for (int64_t block = queries.first * q.group / kBlock; block * kBlock < rows_end; ++block) {
+      // ---- Mask; load q and dout ----
+      const int64_t block_first = block * kBlock;
+      const int64_t rows = std::min(kBlock, rows_end - block_first);
+      const Range first_keys = mask.KeysOf(block_first / q.group);
+      const Range last_keys = mask.KeysOf((block_first + rows - 1) / q.group);
+      const bool masked = last_keys.first > tile || first_keys.end < tile_end;
+      if (masked) {
+        for (int64_t row = 0; row < rows; ++row) {
+          const Range seen = mask.KeysOf((block_first + row) / q.group);
+          scratch.first[row] = std::clamp<int64_t>(seen.first - tile, 0, keys);
+          scratch.end[row] = std::clamp<int64_t>(seen.end - tile, scratch.first[row], keys);
+          scratch.sees[row] = scratch.first[row] < scratch.end[row];
+        }
+      }
+      const bool* keep = masked ? scratch.sees : nullptr;
+      const int64_t tile_rows = RoundUp(rows, kRowStep);
+      LoadRows(q, block_first, block_first + rows, keep, scratch.q, width, tile_rows);
+      LoadRows(dout, block_first, block_first + rows, keep, scratch.dout, width_v, tile_rows);
+
+      // ---- S = q k^T, dP = dout v^T ----
+      Multiply<Layout::kRowMajor, Into::kOverwrite>(rows, keys, head_dim, scratch.q, width, scratch.k_t,
+                                                    kBlock, scratch.p, kBlock);
+      Multiply<Layout::kRowMajor, Into::kOverwrite>(rows, keys, head_dim_v, scratch.dout, width_v,
+                                                    scratch.v_t, kBlock, scratch.ds, kBlock);
+
+      // ---- P = exp(S - lse), dS = P (dP - delta) ----
+      for (int64_t row = 0; row < rows; ++row) {
+        T *p = scratch.p + row * kBlock, *ds = scratch.ds + row * kBlock;
+        const T row_lse = *lse.Row(block_first + row), row_delta = *delta.Row(block_first + row);
+        if (cap > 0) {
+          Probabilities<true>(p, ds, keys, scale, cap, row_lse, row_delta);
+        } else {
+          Probabilities<false>(p, ds, keys, scale, cap, row_lse, row_delta);
+        }
+        if (masked) {
+          const int64_t first = scratch.first[row], end = scratch.end[row];
+          Zero(p, first);
+          Zero(ds, first);
+          Zero(p + end, keys - end);
+          Zero(ds + end, keys - end);
+        }
+      }
+
+      // ---- dV += P^T dout, dK += dS^T q, dQ = dS k ----
+      Multiply<Layout::kTransposed, Into::kAccumulate>(keys, width_v, rows, scratch.p, kBlock, scratch.dout,
+                                                       width_v, scratch.dv, width_v);
+      Multiply<Layout::kTransposed, Into::kAccumulate>(keys, width, rows, scratch.ds, kBlock, scratch.q,
+                                                       width, scratch.dk, width);
+      Multiply<Layout::kRowMajor, Into::kOverwrite>(rows, width, keys, scratch.ds, kBlock, scratch.k, width,
+                                                    scratch.dq, width);
+
+      // ---- Add to dq, after the tile before ----
+      while (tile_index > 0 && blocks_done[tile_index - 1].load(std::memory_order_acquire) <= block) {
+        std::this_thread::yield();
+      }
+      for (int64_t row = 0; row < rows; ++row) {
+        T* to = dq.Row(block_first + row);
+        const T* from = scratch.dq + row * width;
+        for (int64_t column = 0; column < head_dim; ++column) to[column] += scale * from[column];
+      }
+      blocks_done[tile_index].store(block + 1, std::memory_order_release);
+    }
+  }
+  blocks_done[tile_index].store(std::numeric_limits<int64_t>::max(), std::memory_order_release);
+
+  // ---- Store dk and dv; keys that no query sees get 0 ----
+  for (int64_t key = 0; key < std::min(kBlock, params.seqlen_kv - tile); ++key) {
+    if (queries.empty() || key >= keys) {
+      ZeroRow(dk.Row(tile + key), head_dim);
+      ZeroRow(dv.Row(tile + key), head_dim_v);
+    } else {
+      StoreRow(dk.Row(tile + key), scratch.dk + key * width, scale, head_dim);
+      StoreRow(dv.Row(tile + key), scratch.dv + key * width_v, T(1), head_dim_v);
+    }
+  }
+}
+
+template <typename Storage>
+bool BackwardAs(const BackwardParams& params, ThreadPool& pool) {
+  using T = ComputeType<Storage>;
+  const int64_t rows = params.batch * params.seqlen_q * params.num_heads;
+  const int64_t row_items = DivideUp(rows, kBlock);
+  const int64_t heads = params.batch * params.num_kv_heads;
+  const int64_t tiles = DivideUp(params.seqlen_kv, kBlock);
+  const int64_t tile_items = heads * tiles;
+  const int64_t workers = NumWorkers(pool, tile_items);
+  Arena shared_size(nullptr), size(nullptr);
+  BackwardShared<T>(params, shared_size, static_cast<const Storage*>(nullptr));
+  BackwardScratch<T>(params, size);
+  const Scratch memory(shared_size.used() + workers * size.used());
+  if (!memory.data()) return false;
+  Arena shared_arena(memory.data());
+  const BackwardShared<T> shared(params, shared_arena, static_cast<const Storage*>(nullptr));
+  for (int64_t i = 0; i < tile_items; ++i) new (shared.blocks_done + i) std::atomic<int64_t>(0);
+
+  ParallelFor(pool, NumWorkers(pool, row_items), row_items, [&](int64_t, int64_t item) {
+    PrepareRows<Storage>(params, item * kBlock, std::min((item + 1) * kBlock, rows), shared);
+  });
+  // The tiles of a head follow each other at a distance of all heads: they seldom wait for one another.
+  ParallelFor(pool, workers, tile_items, [&](int64_t worker, int64_t item) {
+    Arena arena(memory.data() + shared_size.used() + worker * size.used());
+    const int64_t head = item % heads;
+    BackwardTile<Storage>(params, head / params.num_kv_heads, head % params.num_kv_heads, item / heads,
+                          BackwardScratch<T>(params, arena), shared);
+  });
+  if constexpr (!std::is_same_v<Storage, T>) {
+    ParallelFor(pool, NumWorkers(pool, row_items), row_items, [&](int64_t, int64_t item) {
+      const int64_t first = item * kBlock * params.head_dim;
+      const int64_t end = std::min((item + 1) * kBlock, rows) * params.head_dim;
+      StoreRow(static_cast<Storage*>(params.dq) + first, shared.dq_accum + first, T(1), end - first);
+    });
+  }
+  return true;
+}

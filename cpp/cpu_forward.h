@@ -1,0 +1,168 @@
+// Forward: out and lse of one block of query rows, key tile by key tile with an online softmax. Included once
+// for each instruction set (no include guard), inside its namespace: see cpu_attention.cc.
+//
+// The scores are kept transposed, [keys, rows]: then a vector holds one key's scores of several rows, the
+// softmax needs no sums across a vector, and both products read their left side by scalars and their right
+// side by vectors.
+
+template <typename T>
+struct ForwardScratch {
+  T *k, *v;            // [kBlock, head_dim], [kBlock, head_dim_v rounded up]
+  T *q, *q_t;          // [kBlock, head_dim], [head_dim, kBlock]
+  T* s;                // [keys kBlock, rows kBlock]: scores, then probabilities
+  T* out;              // [rows kBlock, head_dim_v rounded up]
+  T *max, *sum;        // [rows kBlock]: of the scores so far; of the probabilities relative to that max
+  T* rescale;          // [rows kBlock]: what the last tile made of a probability 1 of the tiles before
+  Int<T>*first, *end;  // [rows kBlock]: the keys that a row sees, counted from the tile's first
+
+  ForwardScratch(const AttentionParams& params, Arena& arena) {
+    const int64_t width_v = RoundUp(params.head_dim_v, kLanes<T>);
+    k = arena.Take<T>(kBlock * params.head_dim);
+    v = arena.Take<T>(kBlock * width_v);
+    q = arena.Take<T>(kBlock * params.head_dim);
+    q_t = arena.Take<T>(kBlock * params.head_dim);
+    s = arena.Take<T>(kBlock * kBlock);
+    out = arena.Take<T>(kBlock * width_v);
+    max = arena.Take<T>(kBlock);
+    sum = arena.Take<T>(kBlock);
+    rescale = arena.Take<T>(kBlock);
+    first = arena.Take<Int<T>>(kBlock);
+    end = arena.Take<Int<T>>(kBlock);
+  }
+};
+
+// Scores -> probabilities relative to the new max, for kLanes rows from `row` on; max, sum and rescale
+// follow.
+template <bool kMasked, typename T>
+INLINE void OnlineSoftmax(const ForwardScratch<T>& scratch, int64_t row, int64_t keys, T scale, T cap) {
+  const T infinity = std::numeric_limits<T>::infinity();
+  T* s = scratch.s + row;
+  Vec<T> max = Load(scratch.max + row);
+  for (int64_t key = 0; key < keys; ++key) {
+    Vec<T> x = Logits<T>(Load(s + key * kBlock), scale, cap);
+    if constexpr (kMasked) {
+      const Vec<Int<T>> first = Load(scratch.first + row), end = Load(scratch.end + row);
+      const Int<T> j = key;
+      x = (first <= j) & (end > j) ? x : Broadcast(-infinity);
+    }
+    Store(s + key * kBlock, x);
+    max = max > x ? max : x;  // may lose a NaN: the sum has it
+  }
+  // A row that has seen no key keeps the max -inf; relative to 0 its probabilities are 0.
+  const Vec<T> base = max == -infinity ? Vec<T>{} : max;
+  const Vec<T> rescale = Exp<T>(Load(scratch.max + row) - base);
+  Vec<T> sum = Load(scratch.sum + row) * rescale;
+  for (int64_t key = 0; key < keys; ++key) {
+    const Vec<T> p = Exp<T>(Load(s + key * kBlock) - base);
+    Store(s + key * kBlock, p);
+    sum += p;
+  }
+  Store(scratch.max + row, max);
+  Store(scratch.sum + row, sum);
+  Store(scratch.rescale + row, rescale);
+}
+
+// One block of the query rows (see GroupRows) of one batch and key head.
+template <typename Storage, typename T = ComputeType<Storage>>
+void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, int64_t block,
+                  const ForwardScratch<T>& scratch) {
+  const int64_t head_dim = params.head_dim, head_dim_v = params.head_dim_v;
+  const int64_t width_v = RoundUp(head_dim_v, kLanes<T>);
+  const T scale = params.options.scale, cap = params.options.logits_soft_cap;
+  const GroupRows q(static_cast<const Storage*>(params.q), params, batch, kv_head, head_dim);
+  const KeyRows k(static_cast<const Storage*>(params.k), params, batch, kv_head, head_dim);
+  const KeyRows v(static_cast<const Storage*>(params.v), params, batch, kv_head, head_dim_v);
+  const GroupRows out(static_cast<Storage*>(params.out), params, batch, kv_head, head_dim_v);
+  const GroupRows lse(static_cast<T*>(params.lse), params, batch, kv_head, 1);
+
+  const Mask mask(params, batch);
+  const int64_t block_first = block * kBlock;
+  const int64_t block_end = std::min(block_first + kBlock, params.seqlen_q * q.group);
+  const int64_t rows =
+      std::min(block_end, mask.q_len() * q.group) - block_first;  // that count; may be negative
+  const int64_t lanes_end = RoundUp(rows, kLanes<T>);
+
+  if (rows > 0) {
+    // ---- Load q, transposed; the keys seen by the block: those of its first to those of its last query ----
+    LoadRows(q, block_first, block_first + rows, nullptr, scratch.q, head_dim, lanes_end);
+    Transpose(scratch.q, head_dim, lanes_end, head_dim, scratch.q_t);
+    Zero(scratch.out, kBlock * width_v);
+    for (int64_t row = 0; row < kBlock; ++row) {
+      scratch.max[row] = -std::numeric_limits<T>::infinity();
+      scratch.sum[row] = 0;
+    }
+    const Range first_keys = mask.KeysOf(block_first / q.group);
+    const Range last_keys = mask.KeysOf((block_first + rows - 1) / q.group);
+
+    for (int64_t tile = first_keys.first / kBlock * kBlock; tile < last_keys.end; tile += kBlock) {
+      const int64_t tile_end = std::min(tile + kBlock, mask.kv_len());
+      const int64_t keys = tile_end - tile;
+      LoadRows(k, tile, tile_end, nullptr, scratch.k, head_dim, RoundUp(keys, kRowStep));
+      LoadRows(v, tile, tile_end, nullptr, scratch.v, width_v, keys);
+
+      // ---- S = q k^T ----
+      Multiply<Layout::kRowMajor, Into::kOverwrite>(keys, lanes_end, head_dim, scratch.k, head_dim,
+                                                    scratch.q_t, kBlock, scratch.s, kBlock);
+
+      // ---- Mask, online softmax ----
+      const bool masked = last_keys.first > tile || first_keys.end < tile_end;
+      if (masked) {
+        for (int64_t row = 0; row < lanes_end; ++row) {
+          const Range seen = mask.KeysOf((block_first + std::min(row, rows - 1)) / q.group);
+          scratch.first[row] = std::clamp<int64_t>(seen.first - tile, 0, kBlock);
+          scratch.end[row] = std::clamp<int64_t>(seen.end - tile, 0, kBlock);
+        }
+      }
+      for (int64_t row = 0; row < lanes_end; row += kLanes<T>) {
+        if (masked) {
+          OnlineSoftmax<true>(scratch, row, keys, scale, cap);
+        } else {
+          OnlineSoftmax<false>(scratch, row, keys, scale, cap);
+        }
+      }
+
+      // ---- O = rescale O + P v ----
+      for (int64_t row = 0; row < rows; ++row) {
+        if (scratch.rescale[row] == 1) continue;
+        for (int64_t column = 0; column < width_v; ++column) {
+          scratch.out[row * width_v + column] *= scratch.rescale[row];
+        }
+      }
+      Multiply<Layout::kTransposed, Into::kAccumulate>(rows, width_v, keys, scratch.s, kBlock, scratch.v,
+                                                       width_v, scratch.out, width_v);
+    }
+  }
+
+  // ---- Store out and lse; rows that see no key get 0 and -inf ----
+  for (int64_t row = 0; row < block_end - block_first; ++row) {
+    const bool empty = row >= rows || scratch.sum[row] == 0;
+    if (empty) {
+      ZeroRow(out.Row(block_first + row), head_dim_v);
+      *lse.Row(block_first + row) = -std::numeric_limits<T>::infinity();
+    } else {
+      StoreRow(out.Row(block_first + row), scratch.out + row * width_v, 1 / scratch.sum[row], head_dim_v);
+      *lse.Row(block_first + row) = scratch.max[row] + std::log(scratch.sum[row]);
+    }
+  }
+}
+
+template <typename Storage>
+bool ForwardAs(const ForwardParams& params, ThreadPool& pool) {
+  using T = ComputeType<Storage>;
+  const int64_t blocks = DivideUp(params.seqlen_q * GroupSize(params), kBlock);
+  const int64_t items = params.batch * params.num_kv_heads * blocks;
+  const int64_t workers = NumWorkers(pool, items);
+  Arena size(nullptr);
+  ForwardScratch<T>(params, size);
+  const Scratch memory(workers * size.used());
+  if (!memory.data()) return false;
+
+  ParallelFor(pool, workers, items, [&](int64_t worker, int64_t item) {
+    Arena arena(memory.data() + worker * size.used());
+    const int64_t block = blocks - 1 - item % blocks;  // a causal mask makes the last ones the longest
+    const int64_t head = item / blocks;
+    ForwardBlock<Storage>(params, head / params.num_kv_heads, head % params.num_kv_heads, block,
+                          ForwardScratch<T>(params, arena));
+  });
+  return true;
+}

@@ -1,0 +1,82 @@
+// Between the tensors in memory and the tiles in scratch. Included once for each instruction set (no include
+// guard), inside its namespace: see cpu_attention.cc.
+
+// The query rows of one batch and key head: those of all query heads that read it, by query, then by head.
+// They share its keys, so they fill tiles together. Row r of query r / group.
+template <typename Storage>
+struct GroupRows {
+  Storage* data;   // element [batch, 0, first head of the group, 0]
+  int64_t stride;  // from one query to the next
+  int64_t group;   // heads
+  int64_t width;   // elements of a row
+
+  GroupRows(Storage* tensor, const AttentionParams& params, int64_t batch, int64_t kv_head, int64_t width)
+      : data(tensor), stride(params.num_heads * width), group(GroupSize(params)), width(width) {
+    data += batch * params.seqlen_q * stride + kv_head * group * width;
+  }
+  Storage* Row(int64_t row) const { return data + row / group * stride + row % group * width; }
+};
+
+// The rows of one batch and key head in k, v or their gradients.
+template <typename Storage>
+struct KeyRows {
+  Storage* data;
+  int64_t stride;
+  int64_t width;
+
+  KeyRows(Storage* tensor, const AttentionParams& params, int64_t batch, int64_t kv_head, int64_t width)
+      : data(tensor), stride(params.num_kv_heads * width), width(width) {
+    data += batch * params.seqlen_kv * stride + kv_head * width;
+  }
+  Storage* Row(int64_t row) const { return data + row * stride; }
+};
+
+// The tensor's rows [first, end) -> the tile's rows, each followed by zeros up to tile_stride. The tile's
+// rows up to tile_rows are zeros, as are those which `keep` (by row of the tile; may be null) leaves out.
+template <typename T, typename Rows>
+void LoadRows(const Rows& tensor, int64_t first, int64_t end, const bool* keep, T* tile, int64_t tile_stride,
+              int64_t tile_rows) {
+  for (int64_t row = 0; row < tile_rows; ++row) {
+    T* to = tile + row * tile_stride;
+    int64_t column = 0;
+    if (first + row < end && (!keep || keep[row])) {
+      const auto* from = tensor.Row(first + row);
+      for (; column < tensor.width; ++column) to[column] = ToCompute(from[column]);
+    }
+    for (; column < tile_stride; ++column) to[column] = 0;
+  }
+}
+
+// tile [rows, columns] -> transposed [columns, kBlock].
+template <typename T>
+void Transpose(const T* tile, int64_t tile_stride, int64_t rows, int64_t columns, T* transposed) {
+  for (int64_t row = 0; row < rows; row += kLanes<T>) {
+    for (int64_t column = 0; column < columns; ++column) {
+      for (int64_t lane = 0; lane < kLanes<T>; ++lane) {
+        transposed[column * kBlock + row + lane] = tile[(row + lane) * tile_stride + column];
+      }
+    }
+  }
+}
+
+template <typename Storage, typename T>
+void StoreRow(Storage* to, const T* from, T factor, int64_t width) {
+  for (int64_t column = 0; column < width; ++column) to[column] = FromCompute<Storage>(from[column] * factor);
+}
+
+template <typename Storage>
+void ZeroRow(Storage* to, int64_t width) {
+  __builtin_memset(to, 0, width * sizeof(Storage));
+}
+
+template <typename T>
+void Zero(T* tile, int64_t count) {
+  __builtin_memset(tile, 0, count * sizeof(T));
+}
+
+// scale * s, capped. The derivative of the cap is 1 - (s / cap)^2 of the result.
+template <typename T>
+INLINE Vec<T> Logits(Vec<T> products, T scale, T cap) {
+  const Vec<T> s = products * scale;
+  return cap > 0 ? cap * Tanh<T>(s / cap) : s;
+}

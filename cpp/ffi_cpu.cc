@@ -1,0 +1,58 @@
+// The CPU handlers: check, fill params, call the kernel.
+#include <functional>
+#include <utility>
+
+#include "cpu_attention.h"
+#include "ffi_util.h"
+
+namespace jax_flash {
+namespace {
+
+// XLA's intra-op thread pool.
+class XlaThreadPool : public cpu::ThreadPool {
+ public:
+  explicit XlaThreadPool(ffi::ThreadPool pool) : pool_(pool) {}
+  int64_t NumThreads() override { return pool_.num_threads(); }
+  void Schedule(std::function<void()> task) override { pool_.Schedule(std::move(task)); }
+
+ private:
+  ffi::ThreadPool pool_;
+};
+
+ffi::Error OutOfMemory() {
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                    "jax_flash: no memory for the scratch of the CPU kernel.");
+}
+
+ffi::Error ForwardCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi::RemainingRets results,
+                      ffi::Dictionary attributes) {
+  ForwardParams params;
+  RETURN_IF_ERROR(ReadForward(args, results, attributes, &params));
+  XlaThreadPool pool(thread_pool);
+  return cpu::Forward(params, pool) ? ffi::Error::Success() : OutOfMemory();
+}
+
+ffi::Error BackwardCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi::RemainingRets results,
+                       ffi::Dictionary attributes) {
+  BackwardParams params;
+  RETURN_IF_ERROR(ReadBackward(args, results, attributes, /*with_workspace=*/false, &params));
+  XlaThreadPool pool(thread_pool);
+  return cpu::Backward(params, pool) ? ffi::Error::Success() : OutOfMemory();
+}
+
+}  // namespace
+}  // namespace jax_flash
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashForwardCpu, jax_flash::ForwardCpu,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .RemainingArgs()  // q, k, v, optional operands
+                                  .RemainingRets()  // out, lse
+                                  .Attrs());        // the options, and `operands`
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashBackwardCpu, jax_flash::BackwardCpu,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .RemainingArgs()  // q, k, v, out, lse, dout, dlse, optional operands
+                                  .RemainingRets()  // dq, dk, dv
+                                  .Attrs());        // the options, and `operands`
