@@ -1,0 +1,164 @@
+"""What pip installs, and how the build finds its compiler."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tomllib
+import zipfile
+import zlib
+
+import pytest
+
+import jax_flash
+
+ROOT = pathlib.Path(__file__).parent.parent
+LIBRARY = pathlib.Path(importlib.metadata.distribution("jax_flash").locate_file("jax_flash/libjax_flash.so"))
+
+# For the tests that compile: they take minutes, and the package index.
+compiles = pytest.mark.skipif(
+    not os.environ.get("JAX_FLASH_TEST_INSTALL"),
+    reason="compiles the package again, which takes minutes: set JAX_FLASH_TEST_INSTALL=1 for it",
+)
+
+
+@pytest.fixture
+def backend(monkeypatch, tmp_path):
+    """The build backend, on a machine without any nvcc of its own and with an empty build folder."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("CUDACXX", "CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "none"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    spec = importlib.util.spec_from_file_location("build_backend", ROOT / "build_backend.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "_has_cuda_wheels", lambda: True)
+    return module
+
+
+def write_nvcc(path: pathlib.Path, version: str) -> pathlib.Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release 0.0, V{version}'\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_build_info():
+    info = jax_flash.build_info()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert info["version"] == jax_flash.__version__ == project["version"]
+    assert re.fullmatch(r"\d+\.\d+", info["ffi_version"])
+    if info["cuda"]:
+        assert re.fullmatch(r"\d+\.\d+\.\d+", info["cuda"])
+        assert re.fullmatch(r"\d+(;\d+)*", info["archs"])
+        directions = {name.split()[0] for name in info["kernels"]}
+        assert {"forward", "backward"} <= directions
+    else:
+        assert (info["nvcc"], info["archs"], info["kernels"]) == ("", "", [])
+
+
+def test_wheel_size():
+    assert len(zlib.compress(LIBRARY.read_bytes())) < 30e6  # the Python files are nothing beside it
+
+
+def test_installed_files():
+    files = {str(file) for file in importlib.metadata.files("jax_flash") if ".dist-info" not in file.parts[0]}
+    assert "jax_flash/libjax_flash.so" in files
+    if any("editable" in file for file in files):
+        pytest.skip("an editable install has its Python files in the checkout")
+    expected = {f"jax_flash/{path.name}" for path in (ROOT / "jax_flash").iterdir() if path.is_file()}
+    assert {file for file in files if "__pycache__" not in file} == expected | {"jax_flash/libjax_flash.so"}
+
+
+def test_library_exports_only_its_handlers():
+    if not shutil.which("nm"):
+        pytest.skip("needs nm, of binutils")
+    command = ["nm", "--dynamic", "--defined-only", "--format=posix", LIBRARY]
+    names = {line.split()[0] for line in subprocess.check_output(command, text=True).splitlines()}
+    platforms = ("Cpu", "Cuda") if jax_flash.build_info()["cuda"] else ("Cpu",)
+    handlers = {f"JaxFlash{step}{platform}" for step in ("Forward", "Backward") for platform in platforms}
+    assert names == handlers | {"JaxFlashDescription"}
+
+
+def test_library_needs_no_cuda_to_load():
+    if not shutil.which("readelf"):
+        pytest.skip("needs readelf, of binutils")
+    needed = re.findall(r"NEEDED.*\[(.*)\]", subprocess.check_output(["readelf", "-d", LIBRARY], text=True))
+    assert needed
+    assert not [name for name in needed if "cuda" in name or "nv" in name]
+
+
+def test_nvcc_on_path(backend, tmp_path):
+    nvcc = write_nvcc(tmp_path / "bin" / "nvcc", "12.9.86")
+    assert backend._nvcc({}) == nvcc
+    assert backend._requirements({}) == ["jaxlib==0.7.2"]
+
+
+def test_nvcc_of_environment(backend, monkeypatch, tmp_path):
+    write_nvcc(tmp_path / "bin" / "nvcc", "13.0.88")
+    other = write_nvcc(tmp_path / "other" / "nvcc", "13.1.80")
+    monkeypatch.setenv("CUDACXX", str(other))
+    assert backend._nvcc({}) == other
+
+
+@pytest.mark.parametrize("version", ["11.8.89", "12.8.61", "12.8.93", "12.9.41"])
+def test_nvcc_too_old(backend, tmp_path, capsys, version):
+    """NVIDIA's wheels are asked for instead."""
+    nvcc = write_nvcc(tmp_path / "bin" / "nvcc", version)
+    requirements = backend._requirements({})
+    assert requirements[1:] == [f"{package}==13.0.*" for package in backend._CUDA_PACKAGES]
+    assert version in capsys.readouterr().err
+    for choice in ("SYSTEM", str(nvcc)):
+        with pytest.raises(SystemExit, match="JAX_FLASH_CUDA"):
+            backend._nvcc({"cmake.define.JAX_FLASH_CUDA": choice})
+
+
+def test_no_nvcc(backend, monkeypatch, capsys):
+    assert len(backend._requirements({})) == 1 + len(backend._CUDA_PACKAGES)
+    assert backend._requirements({"cmake.define.JAX_FLASH_CUDA": "OFF"}) == ["jaxlib==0.7.2"]
+    monkeypatch.setattr(backend, "_has_cuda_wheels", lambda: False)
+    assert backend._requirements({}) == ["jaxlib==0.7.2"]
+    assert "CPU only" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="JAX_FLASH_CUDA=PYPI"):
+        backend._nvcc({"cmake.define.JAX_FLASH_CUDA": "PYPI"})
+
+
+def test_headers_given(backend):
+    settings = {"cmake.define.JAX_FLASH_JAXLIB_INCLUDE": "/headers", "cmake.define.JAX_FLASH_CUDA": "OFF"}
+    assert backend._requirements(settings) == []
+    assert backend._resolve(settings) == {
+        "cmake.define.JAX_FLASH_JAXLIB_INCLUDE": "/headers",
+        "cmake.define.JAX_FLASH_NVCC": "",
+    }
+
+
+@compiles
+def test_compiler_from_package_index(tmp_path):
+    """A build without a CUDA toolkit uses the wheels' compiler, also where this machine has a toolkit."""
+    source = tmp_path / "source"
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns("build", ".*"))
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, source]
+    for define in ("CUDA=PYPI", "CUDA_ARCHS=90", "HEAD_DIMS=64"):
+        command += ["-C", f"cmake.define.JAX_FLASH_{define}"]
+    subprocess.run(command, check=True, cwd=tmp_path)
+
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    # Where it was installed before must not be seen: a process of its own, with the new wheel first.
+    script = "import json, jax_flash; print(json.dumps(jax_flash.build_info()))"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu"}
+    output = subprocess.check_output([sys.executable, "-c", script], cwd=tmp_path, env=environment, text=True)
+    info = json.loads(output)
+    assert info["nvcc"] == str(source / "build" / "deps" / "cuda-13.0" / "bin" / "nvcc")
+    assert info["cuda"].startswith("13.0.")
+    assert info["archs"] == "90"
+    assert info["kernels"]
+    assert all(name.endswith(" 64") for name in info["kernels"])
