@@ -1,0 +1,39 @@
+"""The examples do what they say, at a small size."""
+
+import importlib.util
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+SMALL = dict(
+    steps=30, batch=4, seq_len=48, width=32, depth=1, num_heads=2, learning_rate=1e-2, report_every=0
+)
+
+
+@pytest.fixture(scope="module")
+def train_transformer():
+    spec = importlib.util.spec_from_file_location("train_transformer", EXAMPLES / "train_transformer.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_transformer_learns_the_same_with_each_attention(train_transformer, platform):
+    with jax.default_matmul_precision("highest"):
+        losses = {name: train_transformer.train(name, **SMALL) for name in train_transformer.ATTENTION}
+    for name, loss in losses.items():
+        assert np.mean(loss[-5:]) < loss[0] - 1.5, f"{name}: {loss}"
+        np.testing.assert_allclose(loss, losses["flax"], rtol=1e-3, err_msg=name)
+
+
+def test_transformer_from_the_command_line(train_transformer, monkeypatch, capsys):
+    argv = "train_transformer.py --steps 3 --batch 2 --seq-len 16 --width 16 --depth 1 --num-heads 2"
+    monkeypatch.setattr("sys.argv", argv.split())
+    train_transformer.main()
+    printed = capsys.readouterr().out
+    assert printed.startswith("jax_flash on ")
+    assert "step     3  loss " in printed
+    assert "tokens/s" in printed
