@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -137,25 +139,12 @@ def _batch(primitive: Primitive, args, dims, **params):
     return results, [0] * len(results)
 
 
-def _fold(x: jax.Array, axes: str) -> jax.Array:
-    """Joins all batch axes into one."""
-    split = x.ndim - len(axes)
-    return x.reshape(math.prod(x.shape[:split]), *x.shape[split:])
-
-
-def _call_folded(inner: Primitive, call: _Pass, *args: jax.Array, **params):
-    batch = args[0].shape[: -len(_AXES["q"])]
-    arg_axes = call.arg_axes(params["operands"])
-    results = inner.bind(*map(_fold, args, arg_axes), **params)
-    return tuple(x.reshape(*batch, *x.shape[1:]) for x in results)
-
-
 # Partitioning
 
 
 def _call_partitioned(inner: Primitive, call: _Pass, *args: jax.Array, **params):
     arg_axes, result_axes = call.arg_axes(params["operands"]), call.result_axes()
-    local_call = functools.partial(_call_folded, inner, call, **params)
+    local_call = functools.partial(inner.bind, **params)
     if _needs_devices is None:
         return local_call(*args)
 
@@ -170,7 +159,7 @@ def _call_partitioned(inner: Primitive, call: _Pass, *args: jax.Array, **params)
         def sharding(axes: str) -> NamedSharding:
             return NamedSharding(mesh, PartitionSpec(*batch, *(heads if a in "nk" else None for a in axes)))
 
-        return mesh, local_call, tuple(map(sharding, result_axes)), tuple(map(sharding, arg_axes))
+        return mesh, local_call, list(map(sharding, result_axes)), tuple(map(sharding, arg_axes))
 
     def factors(axes: str) -> str:
         # Query and key heads are one factor where they correspond one to one.
@@ -181,7 +170,7 @@ def _call_partitioned(inner: Primitive, call: _Pass, *args: jax.Array, **params)
     partitioned.def_partition(
         partition,
         sharding_rule=f"{', '.join(map(factors, arg_axes))} -> {', '.join(map(factors, result_axes))}",
-        need_replication_factors=("t", "s", "d", "e"),
+        need_replication_factors=("t", "d", "s", "e"),  # Shardy wants them in order of appearance
     )
     return partitioned(*args)
 
@@ -209,22 +198,37 @@ def _lower_cuda(call: _Pass, ctx, *args, options: AttentionOptions, **params):
     # XLA owns the workspace, as results: a CUDA graph may replay the kernels after the handler has returned.
     workspace = []
     if call is _BACKWARD:
-        batch, seqlen_q, num_heads, _ = q.shape
+        batch, seqlen_q, num_heads, _ = shape = _fold(q, _AXES["q"]).shape
         workspace += [(batch, num_heads, seqlen_q)] * 2  # delta; lse in base 2
         if q.dtype.itemsize == 2 and not options.deterministic:
-            workspace += [q.shape]  # dq, summed in float32
+            workspace += [shape]  # dq, summed in float32
     return _lower_ffi(call, ctx, args, workspace, options=options, **params)
 
 
 def _lower_ffi(call: _Pass, ctx, args, workspace, *, operands: tuple[str, ...], options: AttentionOptions):
-    avals = [jax.core.ShapedArray(shape, jnp.dtype(jnp.float32)) for shape in workspace]
+    avals_in = list(map(_fold, ctx.avals_in, call.arg_axes(operands)))
+    avals_out = list(map(_fold, ctx.avals_out, call.result_axes()))
+    avals_out += [jax.core.ShapedArray(shape, jnp.dtype(jnp.float32)) for shape in workspace]
     results = jax.ffi.ffi_lowering(call.target)(
-        ctx.replace(avals_out=[*ctx.avals_out, *avals]),
-        *args,
+        ctx.replace(avals_in=avals_in, avals_out=avals_out),
+        *map(_reshape, args, avals_in),
         operands=",".join(operands),
         **dataclasses.asdict(options),
     )
-    return results[: len(call.results)]
+    return list(map(_reshape, results, ctx.avals_out))  # without the workspace
+
+
+def _fold(aval, axes: str) -> jax.core.ShapedArray:
+    """The type of an array with all its batch axes joined into one."""
+    split = len(aval.shape) - len(axes)
+    return jax.core.ShapedArray((math.prod(aval.shape[:split]), *aval.shape[split:]), aval.dtype)
+
+
+def _reshape(x: ir.Value, aval) -> ir.Value:
+    tensor = ir.RankedTensorType(x.type)
+    if tensor.rank == len(aval.shape):
+        return x
+    return stablehlo.reshape(ir.RankedTensorType.get(aval.shape, tensor.element_type), x)
 
 
 def _lower_elsewhere(ctx, *args, **params):
