@@ -108,7 +108,7 @@ CASES = [
     _case("groups of 8", n=8, k=1, is_causal=True),
     _case("deterministic", t=150, s=150, n=4, is_causal=True, deterministic=True),
     _case("one query", t=1, s=200, n=4),
-    _case("one key", t=77, s=1),
+    _case("one key", t=77, s=1, h=16),
     _case("one and one", t=1, s=1, h=16),
     _case("odd sizes", batch=1, t=129, s=127, n=3, k=3),
     _case("64 keys over", t=66, s=192),

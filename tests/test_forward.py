@@ -37,7 +37,7 @@ def test_without_a_batch_axis(name, platform):
     (case,) = [case for case in CASES if case.name == name]
     inputs = case.inputs(np.float32)
     with_batch = jax_flash.flash_attention(
-        *inputs[:3], return_residual=True, precision="highest", **dict(case.options)
+        *inputs[:3], return_residual=True, precision="highest", **case.static, **case.operands
     )
     for b in range(case.batch):
         operands = {key: value[b] for key, value in case.operands.items()}

@@ -55,7 +55,9 @@ def attention_and_lse(q, k, v, **options):
 
 def check(f, dtype: str, *args) -> None:
     with harness.x64(dtype):
-        check_grads(jax.jit(f), args, order=1, modes=["rev"])
+        # In float32 a smaller step than this loses to rounding, a larger one to the third derivative.
+        eps = 2e-3 if dtype == "float32" else None
+        check_grads(jax.jit(f), args, order=1, modes=["rev"], eps=eps)
 
 
 def dtypes_of(platform: str) -> list[str]:
@@ -82,7 +84,8 @@ def test_without_a_batch_axis(platform):
 
 def test_under_vmap(platform):
     for dtype in dtypes_of(platform):
-        check(jax.vmap(attention_and_lse, (0, None, 1)), dtype, *arrays(dtype, (2, 2, 3, 3)))
+        q, k, v = arrays(dtype, (2, 2, 3, 3))
+        check(jax.vmap(attention_and_lse, (0, None, 1)), dtype, q, k[0], np.moveaxis(v, 0, 1))
 
 
 XLA_ONLY = {

@@ -5,6 +5,7 @@ import itertools
 
 import harness
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -39,7 +40,7 @@ def loss(q, k, v, **options):
 
 def exact_loss(q, k, v, **options) -> tuple[float, list[np.ndarray]]:
     """The value of `loss` and its gradients, from the oracle."""
-    out, lse = oracle.attention(q, k, v, is_causal=True, **options)
+    out, lse = oracle.attention(q, k, v, is_causal=True, **options)[:2]
     result = oracle.attention(q, k, v, np.cos(out), -np.sin(lse), is_causal=True, **options)
     return np.sin(out).sum() + np.cos(lse).sum(), [result.dq, result.dk, result.dv]
 
@@ -214,8 +215,18 @@ def test_scan_over_layers(platform):
 
 
 def count_calls(f, *args, name: str) -> int:
-    """How often a compiled program calls a kernel."""
-    return jax.jit(f).lower(*args).compile().as_text().count(f'custom_call_target="{name}"')
+    """How often a function calls a kernel."""
+
+    def count(jaxpr) -> int:
+        return sum((eqn.primitive.name == name) + sum(map(count, inner(eqn))) for eqn in jaxpr.eqns)
+
+    def inner(eqn):
+        return [x for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=has_eqns) if has_eqns(x)]
+
+    def has_eqns(x) -> bool:
+        return hasattr(x, "eqns")
+
+    return count(jax.make_jaxpr(f)(*args))
 
 
 POLICIES = {
@@ -246,7 +257,8 @@ def test_gradient_of_nothing_runs_no_backward(platform):
     """An output that is not used costs no kernel."""
     args = qkv(2)
     f = jax.grad(lambda *args: jnp.sum(args[0]) + 0.0 * jnp.sum(jax.lax.stop_gradient(attention(*args))), ALL)
-    assert count_calls(f, *args, name="jax_flash_backward") == 0
+    text = jax.jit(f).lower(*args).compile().as_text()
+    assert "jax_flash_backward" not in text
 
 
 # ---- sharding -------------------------------------------------------------------------------------------
@@ -396,6 +408,7 @@ def test_shard_map_with_replicated_keys():
 
 
 def test_export_round_trip(platform):
+    pytest.importorskip("flatbuffers", reason="jax.export writes flatbuffers, an optional dependency of jax")
     args = qkv(2)
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in jax_flash.ffi_targets()]
     f = jax.jit(lambda q, k, v: attention(q, k, v, is_causal=True, return_residual=True))
