@@ -34,13 +34,16 @@ def draw(figures: pathlib.Path) -> pathlib.Path:
     figure = plt.figure(figsize=(3.6 * columns + 0.4, 6.6), layout="constrained")
     grid = figure.add_gridspec(2, columns)
     for row, direction in enumerate(("forward", "backward")):
-        first = None
+        panels = []
         for column, head_dim in enumerate(head_dims):
-            axes = figure.add_subplot(grid[row, column], sharey=first)
-            first = first or axes
+            axes = figure.add_subplot(grid[row, column])
+            panels.append(axes)
             cells = [c for c in standard if c["head_dim"] == head_dim and c["direction"] == direction]
             _speed(axes, cells, names, on_gpu=facts["platform"] == "gpu")
             axes.set_title(f"{direction}, H = {head_dim}, {cells[0]['dtype'] if cells else ''}", fontsize=10)
+        top = max((axes.get_ylim()[1] for axes in panels), default=1)
+        for axes in panels:
+            axes.set_ylim(0, top)
     float32 = [c for c in report["cells"] if c["section"] == "float32" and not c["is_causal"]]
     _memory(figure.add_subplot(grid[0, -1] if float32 else grid[:, -1]), report["memory"], names)
     if float32:
@@ -75,7 +78,6 @@ def _speed(axes: Axes, cells: list[Json], names: list[str], *, on_gpu: bool) -> 
                 line = {"color": COLORS[name], "linestyle": style, "marker": "o", "markersize": 4}
                 axes.plot(*zip(*points, strict=True), **line)
     _length_axis(axes, sorted({cell["seq_len"] for cell in cells}))
-    axes.set_ylim(bottom=0)
     axes.set_ylabel("TFLOP/s" if on_gpu else "GFLOP/s")
 
 
