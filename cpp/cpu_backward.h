@@ -4,31 +4,31 @@
 
 template <typename T>
 struct BackwardScratch {
-  T *k, *k_t;            // [kBlock, head_dim rounded up], [head_dim, kBlock]
-  T *v, *v_t;            // [kBlock, head_dim_v], [head_dim_v, kBlock]
-  T *q, *dout;           // [kBlock, head_dim rounded up], [kBlock, head_dim_v rounded up]
-  T *p, *ds;             // [rows kBlock, keys kBlock]: first the scores and dout v^T
-  T *dq, *dk, *dv;       // as q, k and dout
-  int64_t *first, *end;  // [rows kBlock]: the keys that a row sees, counted from the tile's first
-  bool* sees;            // [rows kBlock]: whether it sees any
+  T *k, *k_t;            // [N, head_dim rounded up], [head_dim, N]
+  T *v, *v_t;            // [N, head_dim_v], [head_dim_v, N]
+  T *q, *dout;           // [M, head_dim rounded up], [M, head_dim_v rounded up]
+  T *p, *ds;             // [M, N]: first the scores and dout v^T
+  T *dq, *dk, *dv;       // [M, ...], [N, ...], [N, ...], the last axis as above
+  int64_t *first, *end;  // [M]: the keys that a row sees, counted from the tile's first
+  bool* sees;            // [M]: whether it sees any
 
   BackwardScratch(const AttentionParams& params, Arena& arena) {
     const int64_t width = RoundUp(params.head_dim, kLanes<T>),
                   width_v = RoundUp(params.head_dim_v, kLanes<T>);
-    k = arena.Take<T>(kBlock * width);
-    k_t = arena.Take<T>(kBlock * params.head_dim);
-    v = arena.Take<T>(kBlock * params.head_dim_v);
-    v_t = arena.Take<T>(kBlock * params.head_dim_v);
-    q = arena.Take<T>(kBlock * width);
-    dout = arena.Take<T>(kBlock * width_v);
-    p = arena.Take<T>(kBlock * kBlock);
-    ds = arena.Take<T>(kBlock * kBlock);
-    dq = arena.Take<T>(kBlock * width);
-    dk = arena.Take<T>(kBlock * width);
-    dv = arena.Take<T>(kBlock * width_v);
-    first = arena.Take<int64_t>(kBlock);
-    end = arena.Take<int64_t>(kBlock);
-    sees = arena.Take<bool>(kBlock);
+    k = arena.Take<T>(kBackwardN * width);
+    k_t = arena.Take<T>(kBackwardN * params.head_dim);
+    v = arena.Take<T>(kBackwardN * params.head_dim_v);
+    v_t = arena.Take<T>(kBackwardN * params.head_dim_v);
+    q = arena.Take<T>(kBackwardM * width);
+    dout = arena.Take<T>(kBackwardM * width_v);
+    p = arena.Take<T>(kBackwardM * kBackwardN);
+    ds = arena.Take<T>(kBackwardM * kBackwardN);
+    dq = arena.Take<T>(kBackwardM * width);
+    dk = arena.Take<T>(kBackwardN * width);
+    dv = arena.Take<T>(kBackwardN * width_v);
+    first = arena.Take<int64_t>(kBackwardM);
+    end = arena.Take<int64_t>(kBackwardM);
+    sees = arena.Take<bool>(kBackwardM);
   }
 };
 
@@ -47,7 +47,7 @@ struct BackwardShared {
     delta = arena.Take<T>(rows);
     dq_accum = static_cast<T*>(params.dq);
     if constexpr (!std::is_same_v<Storage, T>) dq_accum = arena.Take<T>(rows * params.head_dim);
-    const int64_t tiles = params.batch * params.num_kv_heads * DivideUp(params.seqlen_kv, kBlock);
+    const int64_t tiles = params.batch * params.num_kv_heads * DivideUp(params.seqlen_kv, kBackwardN);
     blocks_done = arena.Take<std::atomic<int64_t>>(tiles);
   }
 };
@@ -78,7 +78,7 @@ void PrepareRows(const BackwardParams& params, int64_t first, int64_t end, const
 
 // Scores and dp -> p and ds of one row, for `keys` keys.
 template <bool kCapped, typename T>
-INLINE void Probabilities(T* p, T* ds, int64_t keys, T scale, T cap, T lse, T delta) {
+void Probabilities(T* p, T* ds, int64_t keys, T scale, T cap, T lse, T delta) {
   for (int64_t key = 0; key < keys; key += kLanes<T>) {
     const Vec<T> x = Logits<T>(Load(p + key), scale, kCapped ? cap : T(0));
     const Vec<T> probability = Exp<T>(x - lse);
@@ -110,27 +110,28 @@ void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, 
   const KeyRows dv(static_cast<Storage*>(params.dv), params, batch, kv_head, head_dim_v);
 
   std::atomic<int64_t>* blocks_done =
-      shared.blocks_done + (batch * params.num_kv_heads + kv_head) * DivideUp(params.seqlen_kv, kBlock);
+      shared.blocks_done + (batch * params.num_kv_heads + kv_head) * DivideUp(params.seqlen_kv, kBackwardN);
   const Mask mask(params, batch);
-  const int64_t tile = tile_index * kBlock;
-  const int64_t tile_end = std::min(tile + kBlock, mask.kv_len());
+  const int64_t tile = tile_index * kBackwardN;
+  const int64_t tile_end = std::min(tile + kBackwardN, mask.kv_len());
   const int64_t keys = tile_end - tile;  // that count; may be negative
   const Range queries = mask.QueriesOf({tile, tile_end});
 
   if (!queries.empty()) {
     // ---- Load k, v and their transposes ----
-    LoadRows(k, tile, tile_end, nullptr, scratch.k, width, kBlock);
-    LoadRows(v, tile, tile_end, nullptr, scratch.v, head_dim_v, kBlock);
-    Transpose(scratch.k, width, kBlock, head_dim, scratch.k_t);
-    Transpose(scratch.v, head_dim_v, kBlock, head_dim_v, scratch.v_t);
-    Zero(scratch.dk, kBlock * width);
-    Zero(scratch.dv, kBlock * width_v);
+    const int64_t lanes_end = RoundUp(keys, kLanes<T>);
+    LoadRows(k, tile, tile_end, nullptr, scratch.k, width, lanes_end);
+    LoadRows(v, tile, tile_end, nullptr, scratch.v, head_dim_v, lanes_end);
+    Transpose(scratch.k, width, lanes_end, head_dim, scratch.k_t, kBackwardN);
+    Transpose(scratch.v, head_dim_v, lanes_end, head_dim_v, scratch.v_t, kBackwardN);
+    Zero(scratch.dk, RoundUp(keys, kRowStep) * width);
+    Zero(scratch.dv, RoundUp(keys, kRowStep) * width_v);
 
     const int64_t rows_end = queries.end * q.group;
-    for (int64_t block = queries.first * q.group / kBlock; block * kBlock < rows_end; ++block) {
+    for (int64_t block = queries.first * q.group / kBackwardM; block * kBackwardM < rows_end; ++block) {
       // ---- Mask; load q and dout ----
-      const int64_t block_first = block * kBlock;
-      const int64_t rows = std::min(kBlock, rows_end - block_first);
+      const int64_t block_first = block * kBackwardM;
+      const int64_t rows = std::min(kBackwardM, rows_end - block_first);
       const Range first_keys = mask.KeysOf(block_first / q.group);
       const Range last_keys = mask.KeysOf((block_first + rows - 1) / q.group);
       const bool masked = last_keys.first > tile || first_keys.end < tile_end;
@@ -149,13 +150,13 @@ void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, 
 
       // ---- S = q k^T, dP = dout v^T ----
       Multiply<Layout::kRowMajor, Into::kOverwrite>(rows, keys, head_dim, scratch.q, width, scratch.k_t,
-                                                    kBlock, scratch.p, kBlock);
+                                                    kBackwardN, scratch.p, kBackwardN);
       Multiply<Layout::kRowMajor, Into::kOverwrite>(rows, keys, head_dim_v, scratch.dout, width_v,
-                                                    scratch.v_t, kBlock, scratch.ds, kBlock);
+                                                    scratch.v_t, kBackwardN, scratch.ds, kBackwardN);
 
       // ---- P = exp(S - lse), dS = P (dP - delta) ----
       for (int64_t row = 0; row < rows; ++row) {
-        T *p = scratch.p + row * kBlock, *ds = scratch.ds + row * kBlock;
+        T *p = scratch.p + row * kBackwardN, *ds = scratch.ds + row * kBackwardN;
         const T row_lse = *lse.Row(block_first + row), row_delta = *delta.Row(block_first + row);
         if (cap > 0) {
           Probabilities<true>(p, ds, keys, scale, cap, row_lse, row_delta);
@@ -172,12 +173,12 @@ void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, 
       }
 
       // ---- dV += P^T dout, dK += dS^T q, dQ = dS k ----
-      Multiply<Layout::kTransposed, Into::kAccumulate>(keys, width_v, rows, scratch.p, kBlock, scratch.dout,
-                                                       width_v, scratch.dv, width_v);
-      Multiply<Layout::kTransposed, Into::kAccumulate>(keys, width, rows, scratch.ds, kBlock, scratch.q,
+      Multiply<Layout::kTransposed, Into::kAccumulate>(keys, width_v, rows, scratch.p, kBackwardN,
+                                                       scratch.dout, width_v, scratch.dv, width_v);
+      Multiply<Layout::kTransposed, Into::kAccumulate>(keys, width, rows, scratch.ds, kBackwardN, scratch.q,
                                                        width, scratch.dk, width);
-      Multiply<Layout::kRowMajor, Into::kOverwrite>(rows, width, keys, scratch.ds, kBlock, scratch.k, width,
-                                                    scratch.dq, width);
+      Multiply<Layout::kRowMajor, Into::kOverwrite>(rows, width, keys, scratch.ds, kBackwardN, scratch.k,
+                                                    width, scratch.dq, width);
 
       // ---- Add to dq, after the tile before ----
       while (tile_index > 0 && blocks_done[tile_index - 1].load(std::memory_order_acquire) <= block) {
@@ -194,7 +195,7 @@ void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, 
   blocks_done[tile_index].store(std::numeric_limits<int64_t>::max(), std::memory_order_release);
 
   // ---- Store dk and dv; keys that no query sees get 0 ----
-  for (int64_t key = 0; key < std::min(kBlock, params.seqlen_kv - tile); ++key) {
+  for (int64_t key = 0; key < std::min(kBackwardN, params.seqlen_kv - tile); ++key) {
     if (queries.empty() || key >= keys) {
       ZeroRow(dk.Row(tile + key), head_dim);
       ZeroRow(dv.Row(tile + key), head_dim_v);
@@ -209,9 +210,9 @@ template <typename Storage>
 bool BackwardAs(const BackwardParams& params, ThreadPool& pool) {
   using T = ComputeType<Storage>;
   const int64_t rows = params.batch * params.seqlen_q * params.num_heads;
-  const int64_t row_items = DivideUp(rows, kBlock);
+  const int64_t row_items = DivideUp(rows, kBackwardM);  // of the loops over single rows
   const int64_t heads = params.batch * params.num_kv_heads;
-  const int64_t tiles = DivideUp(params.seqlen_kv, kBlock);
+  const int64_t tiles = DivideUp(params.seqlen_kv, kBackwardN);
   const int64_t tile_items = heads * tiles;
   const int64_t workers = NumWorkers(pool, tile_items);
   Arena shared_size(nullptr), size(nullptr);
@@ -224,7 +225,7 @@ bool BackwardAs(const BackwardParams& params, ThreadPool& pool) {
   for (int64_t i = 0; i < tile_items; ++i) new (shared.blocks_done + i) std::atomic<int64_t>(0);
 
   ParallelFor(pool, NumWorkers(pool, row_items), row_items, [&](int64_t, int64_t item) {
-    PrepareRows<Storage>(params, item * kBlock, std::min((item + 1) * kBlock, rows), shared);
+    PrepareRows<Storage>(params, item * kBackwardM, std::min((item + 1) * kBackwardM, rows), shared);
   });
   // The tiles of a head follow each other at a distance of all heads: they seldom wait for one another.
   ParallelFor(pool, workers, tile_items, [&](int64_t worker, int64_t item) {
@@ -235,8 +236,8 @@ bool BackwardAs(const BackwardParams& params, ThreadPool& pool) {
   });
   if constexpr (!std::is_same_v<Storage, T>) {
     ParallelFor(pool, NumWorkers(pool, row_items), row_items, [&](int64_t, int64_t item) {
-      const int64_t first = item * kBlock * params.head_dim;
-      const int64_t end = std::min((item + 1) * kBlock, rows) * params.head_dim;
+      const int64_t first = item * kBackwardM * params.head_dim;
+      const int64_t end = std::min((item + 1) * kBackwardM, rows) * params.head_dim;
       StoreRow(static_cast<Storage*>(params.dq) + first, shared.dq_accum + first, T(1), end - first);
     });
   }

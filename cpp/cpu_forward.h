@@ -7,27 +7,27 @@
 
 template <typename T>
 struct ForwardScratch {
-  T *k, *v;            // [kBlock, head_dim], [kBlock, head_dim_v rounded up]
-  T *q, *q_t;          // [kBlock, head_dim], [head_dim, kBlock]
-  T* s;                // [keys kBlock, rows kBlock]: scores, then probabilities
-  T* out;              // [rows kBlock, head_dim_v rounded up]
-  T *max, *sum;        // [rows kBlock]: of the scores so far; of the probabilities relative to that max
-  T* rescale;          // [rows kBlock]: what the last tile made of a probability 1 of the tiles before
-  Int<T>*first, *end;  // [rows kBlock]: the keys that a row sees, counted from the tile's first
+  T *k, *v;            // [N, head_dim], [N, head_dim_v rounded up]
+  T *q, *q_t;          // [M, head_dim], [head_dim, M]
+  T* s;                // [N, M]: scores, then probabilities
+  T* out;              // [M, head_dim_v rounded up]
+  T *max, *sum;        // [M]: of the scores so far; of the probabilities relative to that max
+  T* rescale;          // [M]: what the last tile made of a probability 1 of the tiles before
+  Int<T>*first, *end;  // [M]: the keys that a row sees, counted from the tile's first
 
   ForwardScratch(const AttentionParams& params, Arena& arena) {
     const int64_t width_v = RoundUp(params.head_dim_v, kLanes<T>);
-    k = arena.Take<T>(kBlock * params.head_dim);
-    v = arena.Take<T>(kBlock * width_v);
-    q = arena.Take<T>(kBlock * params.head_dim);
-    q_t = arena.Take<T>(kBlock * params.head_dim);
-    s = arena.Take<T>(kBlock * kBlock);
-    out = arena.Take<T>(kBlock * width_v);
-    max = arena.Take<T>(kBlock);
-    sum = arena.Take<T>(kBlock);
-    rescale = arena.Take<T>(kBlock);
-    first = arena.Take<Int<T>>(kBlock);
-    end = arena.Take<Int<T>>(kBlock);
+    k = arena.Take<T>(kForwardN * params.head_dim);
+    v = arena.Take<T>(kForwardN * width_v);
+    q = arena.Take<T>(kForwardM * params.head_dim);
+    q_t = arena.Take<T>(kForwardM * params.head_dim);
+    s = arena.Take<T>(kForwardM * kForwardN);
+    out = arena.Take<T>(kForwardM * width_v);
+    max = arena.Take<T>(kForwardM);
+    sum = arena.Take<T>(kForwardM);
+    rescale = arena.Take<T>(kForwardM);
+    first = arena.Take<Int<T>>(kForwardM);
+    end = arena.Take<Int<T>>(kForwardM);
   }
 };
 
@@ -39,13 +39,13 @@ INLINE void OnlineSoftmax(const ForwardScratch<T>& scratch, int64_t row, int64_t
   T* s = scratch.s + row;
   Vec<T> max = Load(scratch.max + row);
   for (int64_t key = 0; key < keys; ++key) {
-    Vec<T> x = Logits<T>(Load(s + key * kBlock), scale, cap);
+    Vec<T> x = Logits<T>(Load(s + key * kForwardM), scale, cap);
     if constexpr (kMasked) {
       const Vec<Int<T>> first = Load(scratch.first + row), end = Load(scratch.end + row);
       const Int<T> j = key;
       x = (first <= j) & (end > j) ? x : Broadcast(-infinity);
     }
-    Store(s + key * kBlock, x);
+    Store(s + key * kForwardM, x);
     max = max > x ? max : x;  // may lose a NaN: the sum has it
   }
   // A row that has seen no key keeps the max -inf; relative to 0 its probabilities are 0.
@@ -53,8 +53,8 @@ INLINE void OnlineSoftmax(const ForwardScratch<T>& scratch, int64_t row, int64_t
   const Vec<T> rescale = Exp<T>(Load(scratch.max + row) - base);
   Vec<T> sum = Load(scratch.sum + row) * rescale;
   for (int64_t key = 0; key < keys; ++key) {
-    const Vec<T> p = Exp<T>(Load(s + key * kBlock) - base);
-    Store(s + key * kBlock, p);
+    const Vec<T> p = Exp<T>(Load(s + key * kForwardM) - base);
+    Store(s + key * kForwardM, p);
     sum += p;
   }
   Store(scratch.max + row, max);
@@ -76,8 +76,8 @@ void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, i
   const GroupRows lse(static_cast<T*>(params.lse), params, batch, kv_head, 1);
 
   const Mask mask(params, batch);
-  const int64_t block_first = block * kBlock;
-  const int64_t block_end = std::min(block_first + kBlock, params.seqlen_q * q.group);
+  const int64_t block_first = block * kForwardM;
+  const int64_t block_end = std::min(block_first + kForwardM, params.seqlen_q * q.group);
   const int64_t rows =
       std::min(block_end, mask.q_len() * q.group) - block_first;  // that count; may be negative
   const int64_t lanes_end = RoundUp(rows, kLanes<T>);
@@ -85,32 +85,32 @@ void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, i
   if (rows > 0) {
     // ---- Load q, transposed; the keys seen by the block: those of its first to those of its last query ----
     LoadRows(q, block_first, block_first + rows, nullptr, scratch.q, head_dim, lanes_end);
-    Transpose(scratch.q, head_dim, lanes_end, head_dim, scratch.q_t);
-    Zero(scratch.out, kBlock * width_v);
-    for (int64_t row = 0; row < kBlock; ++row) {
+    Transpose(scratch.q, head_dim, lanes_end, head_dim, scratch.q_t, kForwardM);
+    Zero(scratch.out, kForwardM * width_v);
+    for (int64_t row = 0; row < kForwardM; ++row) {
       scratch.max[row] = -std::numeric_limits<T>::infinity();
       scratch.sum[row] = 0;
     }
     const Range first_keys = mask.KeysOf(block_first / q.group);
     const Range last_keys = mask.KeysOf((block_first + rows - 1) / q.group);
 
-    for (int64_t tile = first_keys.first / kBlock * kBlock; tile < last_keys.end; tile += kBlock) {
-      const int64_t tile_end = std::min(tile + kBlock, mask.kv_len());
+    for (int64_t tile = first_keys.first / kForwardM * kForwardN; tile < last_keys.end; tile += kForwardM) {
+      const int64_t tile_end = std::min(tile + kForwardN, mask.kv_len());
       const int64_t keys = tile_end - tile;
       LoadRows(k, tile, tile_end, nullptr, scratch.k, head_dim, RoundUp(keys, kRowStep));
       LoadRows(v, tile, tile_end, nullptr, scratch.v, width_v, keys);
 
       // ---- S = q k^T ----
       Multiply<Layout::kRowMajor, Into::kOverwrite>(keys, lanes_end, head_dim, scratch.k, head_dim,
-                                                    scratch.q_t, kBlock, scratch.s, kBlock);
+                                                    scratch.q_t, kForwardM, scratch.s, kForwardM);
 
       // ---- Mask, online softmax ----
       const bool masked = last_keys.first > tile || first_keys.end < tile_end;
       if (masked) {
         for (int64_t row = 0; row < lanes_end; ++row) {
           const Range seen = mask.KeysOf((block_first + std::min(row, rows - 1)) / q.group);
-          scratch.first[row] = std::clamp<int64_t>(seen.first - tile, 0, kBlock);
-          scratch.end[row] = std::clamp<int64_t>(seen.end - tile, 0, kBlock);
+          scratch.first[row] = std::clamp<int64_t>(seen.first - tile, 0, kForwardN);
+          scratch.end[row] = std::clamp<int64_t>(seen.end - tile, 0, kForwardN);
         }
       }
       for (int64_t row = 0; row < lanes_end; row += kLanes<T>) {
@@ -128,7 +128,7 @@ void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, i
           scratch.out[row * width_v + column] *= scratch.rescale[row];
         }
       }
-      Multiply<Layout::kTransposed, Into::kAccumulate>(rows, width_v, keys, scratch.s, kBlock, scratch.v,
+      Multiply<Layout::kTransposed, Into::kAccumulate>(rows, width_v, keys, scratch.s, kForwardM, scratch.v,
                                                        width_v, scratch.out, width_v);
     }
   }
@@ -149,7 +149,7 @@ void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, i
 template <typename Storage>
 bool ForwardAs(const ForwardParams& params, ThreadPool& pool) {
   using T = ComputeType<Storage>;
-  const int64_t blocks = DivideUp(params.seqlen_q * GroupSize(params), kBlock);
+  const int64_t blocks = DivideUp(params.seqlen_q * GroupSize(params), kForwardM);
   const int64_t items = params.batch * params.num_kv_heads * blocks;
   const int64_t workers = NumWorkers(pool, items);
   Arena size(nullptr);

@@ -1,6 +1,16 @@
 // Between the tensors in memory and the tiles in scratch. Included once for each instruction set (no include
 // guard), inside its namespace: see cpu_attention.cc.
 
+// A tile's query rows (M) and keys (N): multiples of every step of the products, which may then round up
+// within a tile, and small enough for the scratch to stay in the L2 cache. Backward holds on to its keys
+// while the queries go past: the more keys, the less often q, dout and dq are moved.
+constexpr int64_t kForwardM = 96, kForwardN = 96;
+constexpr int64_t kBackwardM = 48, kBackwardN = 192;
+static_assert(kForwardM % kRowStep == 0 && kForwardM % (kColumnStep * kLanes<float>) == 0);
+static_assert(kForwardN % kRowStep == 0);
+static_assert(kBackwardM % kRowStep == 0);
+static_assert(kBackwardN % kRowStep == 0 && kBackwardN % (kColumnStep * kLanes<float>) == 0);
+
 // The query rows of one batch and key head: those of all query heads that read it, by query, then by head.
 // They share its keys, so they fill tiles together. Row r of query r / group.
 template <typename Storage>
@@ -47,13 +57,14 @@ void LoadRows(const Rows& tensor, int64_t first, int64_t end, const bool* keep, 
   }
 }
 
-// tile [rows, columns] -> transposed [columns, kBlock].
+// tile [rows, columns] -> transposed [columns, rows], rows a multiple of kLanes.
 template <typename T>
-void Transpose(const T* tile, int64_t tile_stride, int64_t rows, int64_t columns, T* transposed) {
+void Transpose(const T* tile, int64_t tile_stride, int64_t rows, int64_t columns, T* transposed,
+               int64_t transposed_stride) {
   for (int64_t row = 0; row < rows; row += kLanes<T>) {
     for (int64_t column = 0; column < columns; ++column) {
       for (int64_t lane = 0; lane < kLanes<T>; ++lane) {
-        transposed[column * kBlock + row + lane] = tile[(row + lane) * tile_stride + column];
+        transposed[column * transposed_stride + row + lane] = tile[(row + lane) * tile_stride + column];
       }
     }
   }

@@ -104,9 +104,6 @@ INLINE Vec<T> Tanh(Vec<T> x) {
 // The block of the result that is held in registers: kRowStep rows, kColumnStep vectors.
 constexpr int kRowStep = kVectorRegisters >= 32 ? 8 : 6;
 constexpr int kColumnStep = 2;
-// A tile's rows and columns: a multiple of every step, so that a product may round its sizes up within a
-// tile.
-constexpr int64_t kBlock = 96;
 
 enum class Layout { kRowMajor, kTransposed };
 enum class Into { kOverwrite, kAccumulate };
