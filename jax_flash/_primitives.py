@@ -42,8 +42,16 @@ OPERANDS = ("query_seq_lengths", "key_value_seq_lengths", "query_offset")
 
 # The axes behind the batch axes: t query rows, s keys, n query heads, k key heads, d head dim, e values' head dim.
 _AXES = {
-    **{"q": "tnd", "k": "skd", "v": "ske", "out": "tne", "lse": "tn"},
-    **{"dq": "tnd", "dk": "skd", "dv": "ske", "dout": "tne", "dlse": "tn"},
+    "q": "tnd",
+    "k": "skd",
+    "v": "ske",
+    "out": "tne",
+    "lse": "tn",
+    "dq": "tnd",
+    "dk": "skd",
+    "dv": "ske",
+    "dout": "tne",
+    "dlse": "tn",
     **dict.fromkeys(OPERANDS, ""),
 }
 
@@ -182,7 +190,8 @@ def _num_parts(mesh, axes) -> int:
 def _divisible_spec(mesh, array) -> list:
     """The partition of each axis of `array`; None where the parts would not be of one size."""
     spec = getattr(array.sharding, "spec", (None,) * len(array.shape))
-    return [None if size % _num_parts(mesh, axes) else axes for size, axes in zip(array.shape, spec, strict=True)]
+    partition = zip(array.shape, spec, strict=True)
+    return [None if size % _num_parts(mesh, axes) else axes for size, axes in partition]
 
 
 # Lowering

@@ -84,7 +84,7 @@ def attention(
     if resolved.window_right >= 0:
         visible &= distance <= resolved.window_right
     if segment_ids is not None:
-        of_query, of_key = segment_ids if isinstance(segment_ids, tuple | list) else (segment_ids, segment_ids)
+        of_query, of_key = segment_ids if isinstance(segment_ids, tuple | list) else [segment_ids] * 2
         visible &= (jnp.atleast_2d(of_query)[:, :, None] == jnp.atleast_2d(of_key)[:, None, :])[:, None]
     if mask is not None:
         visible &= mask

@@ -1,4 +1,4 @@
-"""What attention supports: every refusal of operands, in one place. (Options check themselves: see _options.py.)
+"""What attention supports: every refusal of operands, in one place (options check themselves, in _options.py).
 
 A mistake in a call is a TypeError (wrong type or dtype) or a ValueError (wrong rank, shape or value) that names the
 argument, what was expected and what came; what no fused kernel does is a NotImplementedError that names the way out.
@@ -45,7 +45,8 @@ def check_qkv(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, j
             raise TypeError(f"{name} must have query's dtype {query.dtype}, got {x.dtype}.")
         if x.ndim != query.ndim:
             raise ValueError(
-                f"{name} must have as many axes as query ({query.ndim}), got {_shape(x)} beside query's {_shape(query)}."
+                f"{name} must have as many axes as query ({query.ndim}), got {_shape(x)} with query's "
+                f"{_shape(query)}."
             )
         if x.shape[:-3] != query.shape[:-3]:
             raise ValueError(f"{name} must have query's batch size {query.shape[0]}, got {_shape(x)}.")
@@ -102,7 +103,7 @@ def check_mask(mask: Any, scores: tuple[int, ...]) -> jax.Array | None:
         return None
     mask = as_array("mask", mask)
     if mask.dtype != jnp.bool_:
-        raise TypeError(f"mask must be bool (True: the key is visible), got {mask.dtype}; a bias is added instead.")
+        raise TypeError(f"mask must be bool (True where the key is visible), got {mask.dtype}.")
     _check_broadcastable("mask", mask, scores)
     return mask
 
@@ -151,7 +152,7 @@ def check_dropout(dropout_rate: Any, dropout_rng: Any) -> float:
     if not 0 <= rate < 1:
         raise ValueError(f"dropout_rate must be at least 0 and below 1, got {rate}.")
     if rate and dropout_rng is None:
-        raise ValueError(f"dropout_rng must be a PRNG key where dropout_rate is not 0 (it is {rate}), got None.")
+        raise ValueError(f"dropout_rng must be a PRNG key where dropout_rate is not 0 ({rate}), got None.")
     if rate:
         rng = as_array("dropout_rng", dropout_rng)
         is_key = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)

@@ -8,6 +8,7 @@ flax.nnx.MultiHeadAttention(num_heads=8, ..., attention_fn=jax_flash.flax.attent
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -31,10 +32,8 @@ def attention_fn(
     module: Any = None,
     is_causal: bool = False,
     force_fp32_for_softmax: bool = False,
-    einsum_dot_general: Any = None,
     qk_attn_weights_einsum: Any = None,
     attn_weights_value_einsum: Any = None,
-    promote_dtype: Any = None,
     input_positions: jax.Array | None = None,
 ) -> jax.Array:
     """The `attention_fn` of `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`.
@@ -43,7 +42,8 @@ def attention_fn(
     not support is refused.
 
     A causal layer needs no mask: give linen `functools.partial(attention_fn, is_causal=True)`, and call an nnx layer
-    with `is_causal=True`. (An nnx layer that takes `is_causal` passes it always, and so overrides that of a partial.)
+    with `is_causal=True`. In versions of flax whose nnx layer does not take `is_causal`, give it the partial too; in
+    those whose layer does, it always passes `is_causal` on, and so silently overrides that of a partial.
 
     Args:
       query: [..., T, N, H], with any batch axes.
@@ -60,10 +60,8 @@ def attention_fn(
       module: not supported: the attention weights that it would record are never written.
       is_causal: whether query i sees only the keys j <= i.
       force_fp32_for_softmax: without effect: the softmax is always computed in at least float32.
-      einsum_dot_general: not supported, like the two einsums that follow.
       qk_attn_weights_einsum: not supported.
       attn_weights_value_einsum: not supported.
-      promote_dtype: flax's function that promotes (query, key, value); None: `jnp.promote_types`.
       input_positions: not supported.
 
     Returns:
@@ -77,7 +75,6 @@ def attention_fn(
         "mask": "the kernels take no mask array. For causal attention pass no mask, and is_causal=True instead",
         "bias": "the kernels take no bias",
         "module": "the attention weights are never written, so sow_weights cannot record them",
-        "einsum_dot_general": "the kernels have their own products",
         "qk_attn_weights_einsum": "the kernels have their own products",
         "attn_weights_value_einsum": "the kernels have their own products",
         "input_positions": "the kernels apply no position embedding",
@@ -92,13 +89,9 @@ def attention_fn(
             f"the layer's dropout_rate to 0 (it is {dropout_rate}) or call it with deterministic=True."
         )
 
-    if promote_dtype is not None:
-        query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    else:
-        dtype = jnp.result_type(query, key, value) if dtype is None else dtype
-        query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
-
+    dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+    query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
     *batch, seqlen_q, num_heads, _ = query.shape
-    query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+    query, key, value = (x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]) for x in (query, key, value))
     out = flash_attention(query, key, value, is_causal=is_causal, precision=precision)
     return out.reshape(*batch, seqlen_q, num_heads, out.shape[-1])
