@@ -217,9 +217,10 @@ def tolerance(dtype: str, precision: str | None, seqlen_kv: int) -> tuple[str, f
 def environment() -> Json:
     """The device and every version that a timing depends on; None where a fact cannot be had."""
     device = jax.devices()[0]
+    here = str(pathlib.Path(__file__).parent)
     facts: Json = {
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        "git_commit": _output("git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "HEAD"),
+        "git_commit": os.environ.get("GIT_COMMIT") or _output("git", "-C", here, "rev-parse", "HEAD"),
         "platform": device.platform,
         "device": device.device_kind if device.platform == "gpu" else _cpu_name(),
         "cpu_count": os.cpu_count(),
