@@ -13,6 +13,8 @@ from jax import lax
 
 from ._options import AttentionOptions
 
+_INT32 = jnp.iinfo(jnp.int32)
+
 
 def attention(
     query: jax.Array,
@@ -75,14 +77,15 @@ def attention(
     key, value = (jnp.where(_per_row(column_exists.mT), x, 0) for x in (key, value))
 
     visible = row_exists & column_exists
-    # From the query's position among the keys to the key.
-    distance = column - row - _per_batch(0 if query_offset is None else query_offset)
+    distance = column - row  # [T, S]
+    offset = _per_batch(0 if query_offset is None else query_offset)
+    # Any int32 is an offset and a window may be as wide: their sums must not wrap around.
     if resolved.is_causal:
-        visible &= distance <= 0
+        visible &= distance <= offset
     if resolved.window_left >= 0:
-        visible &= distance >= -resolved.window_left
+        visible &= distance >= jnp.maximum(offset, _INT32.min + resolved.window_left) - resolved.window_left
     if resolved.window_right >= 0:
-        visible &= distance <= resolved.window_right
+        visible &= distance <= jnp.minimum(offset, _INT32.max - resolved.window_right) + resolved.window_right
     if segment_ids is not None:
         of_query, of_key = segment_ids if isinstance(segment_ids, tuple | list) else [segment_ids] * 2
         visible &= (jnp.atleast_2d(of_query)[:, :, None] == jnp.atleast_2d(of_key)[:, None, :])[:, None]
@@ -134,7 +137,7 @@ def _per_batch(x: jax.Array | int) -> jax.Array:
 
 
 def _below(index: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    return index < _per_batch(jnp.iinfo(jnp.int32).max if lengths is None else lengths)
+    return index < _per_batch(_INT32.max if lengths is None else lengths)
 
 
 def _per_row(exists: jax.Array) -> jax.Array:
