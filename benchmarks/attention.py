@@ -369,7 +369,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mask", choices=("full", "causal"))
     parser.add_argument("--peers", help="comma-separated out of cudnn,xla; '' for none")
     parser.add_argument("--quick", action="store_true", help="one shape for each section, shorter slices")
-    parser.add_argument("--rounds", type=int, help="timed slices of each program; 2 on a GPU, 5 on a CPU")
+    parser.add_argument("--rounds", type=int, help="timed slices of each program; 2 on a GPU, 3 on a CPU")
     parser.add_argument("--warmup-ms", type=float, default=100, help="untimed calls before each slice")
     parser.add_argument("--slice-ms", type=float, default=150, help="timed calls of each slice")
     parser.add_argument("--minutes", type=float, default=8, help="shapes not begun by then are left out")
@@ -498,7 +498,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [OURS, *peers]
     directions = (options.only,) if options.only else DIRECTIONS
     timer = Timer(
-        rounds=options.rounds or (1 if options.quick else 2 if on_gpu else 5),
+        rounds=options.rounds or (1 if options.quick else 2 if on_gpu else 3),
         warmup=options.warmup_ms / 1e3,
         duration=options.slice_ms / 1e3,
         deadline=time.monotonic() + 60 * options.minutes,

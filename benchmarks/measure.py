@@ -65,7 +65,9 @@ def time_interleaved(
                 once = _loop(call, 1, asynchronous)
                 if once < warmup:
                     once = _loop(call, math.ceil(warmup / once), asynchronous)
-                slices[name].append(_loop(call, math.ceil(duration / once), asynchronous))
+                if asynchronous or once < duration:
+                    once = _loop(call, math.ceil(duration / once), asynchronous)
+                slices[name].append(once)
             except Exception as error:  # whatever it is, the other programs go on
                 errors[name] = reason(error)
     timings: dict[str, Json] = {}
