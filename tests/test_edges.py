@@ -104,7 +104,7 @@ def test_float64_is_refused_on_the_gpu(cuda):
 @pytest.mark.parametrize("kind", range(4))
 def test_logits_of_10000(kind, sign, platform):
     """All logits of a row are large, and differ by little."""
-    dtype, precision, rule = harness.KINDS[platform][kind]
+    dtype, precision, _ = harness.KINDS[platform][kind]
     q = np.full((1, 70, 2, 16), 25 * sign)
     k = np.full((1, 90, 2, 16), 25.0)
     k[0, ::3, :, 0] += 0.125  # representable in every dtype
@@ -116,18 +116,19 @@ def test_logits_of_10000(kind, sign, platform):
     assert np.abs(want.lse).min() > 9900
     for x in got:
         assert np.isfinite(np.asarray(x, np.float64)).all()
-    # At this size float32 itself is no finer than 1e-3; the weights are between those of 2 neighbours.
-    tolerance = 1e-6 if dtype == "float64" else 2e-2
-    np.testing.assert_allclose(np.asarray(got.lse, np.float64), want.lse, rtol=tolerance)
-    np.testing.assert_allclose(np.asarray(got.out, np.float64), want.out, atol=2 * tolerance)
-    assert rule
+    # Logits of this size are no finer than 1e-3 in float32, and so are the weights.
+    is_double = dtype == "float64"
+    np.testing.assert_allclose(np.asarray(got.lse), want.lse, rtol=1e-14 if is_double else 5e-7)
+    np.testing.assert_allclose(
+        np.asarray(got.out, np.float64), want.out, rtol=0, atol=1e-10 if is_double else 2e-2
+    )
 
 
 def test_one_logit_far_above_the_others(platform):
     q, k, v = random(1, 80, 1, 8), random(1, 100, 1, 8, seed=1), random(1, 100, 1, 8, seed=2)
     k[0, 37] = 1e4 * q[0, 5]
     out = jax_flash.flash_attention(q, k, v, precision="highest")
-    np.testing.assert_array_equal(out[0, 5], v[0, 37])
+    np.testing.assert_allclose(out[0, 5], v[0, 37], rtol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.0])
@@ -197,7 +198,7 @@ def test_tensors_past_2_to_the_31_elements(cuda):
     batch, length, heads, head_dim = 2**18 + 8, 4, 16, 128
     assert batch * length * heads * head_dim > 2**31
     needed = 9 * 2 * batch * length * heads * head_dim
-    if memory_of_the_gpu() < needed:
+    if memory_of_the_gpu() < 1.2 * needed:
         pytest.skip(f"needs {needed / 2**30:.0f} GiB of GPU memory")
 
     @jax.jit
@@ -245,11 +246,7 @@ def test_replays_follow_changed_inputs(deterministic, platform):
     for seed in range(100 if platform == "cuda" else 10):
         args = tuple(make(seed))
         got = compiled(*args)
-        if seed % 10 == 0:
-            with jax.disable_jit():
-                want = jax.value_and_grad(loss, ALL)(*args)
-        else:
-            want = jax.value_and_grad(loss, ALL)(*args)
+        want = jax.value_and_grad(loss, ALL)(*args)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
 
 

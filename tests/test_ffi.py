@@ -1,5 +1,6 @@
 """The custom calls themselves: a program that calls them wrongly gets an error, and the process lives on."""
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -138,6 +139,16 @@ def test_raw_call_is_what_the_function_does(platform):
     )
     for a, b in zip(raw(q, k, v, lengths), want, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("target", ["jax_flash_forward", "jax_flash_backward"])
+def test_more_than_the_cuda_kernels_do(target, cuda):
+    shapes = {name: (*shape[:3], 264) for name, shape in SHAPES.items() if len(shape) == 4}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="256"):
+        call(target, cuda, replace={name: (shape, F32) for name, shape in shapes.items()})
+    with harness.x64("float64"), pytest.raises(jax.errors.JaxRuntimeError, match="float64"):
+        call(target, cuda, replace={name: (shape, jnp.float64) for name, shape in SHAPES.items()})
+    assert_alive(cuda)
 
 
 def test_names_of_the_targets():

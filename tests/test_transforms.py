@@ -371,6 +371,22 @@ def test_sharded_vmap_gathers_nothing():
     assert "all-gather" not in f.lower(*placed).compile().as_text()
 
 
+def test_explicit_sharding():
+    """Shardings that are part of the arrays' types."""
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = Mesh(np.array(jax.devices("cpu")).reshape(2, 4), ("batch", "heads"), axis_types=explicit)
+    spec = P("batch", None, "heads", None)
+    args = qkv(4, n=8, k=4)
+    out, want = exact_rows(*args, {})
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in args]
+        got = jax.jit(functools.partial(attention, is_causal=True))(*placed)
+        assert jax.typeof(got).sharding.spec == spec
+        gradients = jax.jit(lambda *args: value_and_gradients(*args, {})[1])(*placed)
+    assert_close(got, out, "float32", num_keys=9)
+    assert_gradients_close(gradients, want)
+
+
 @pytest.mark.parametrize(("shape", "spec", "spec_kv"), MESHES.values(), ids=MESHES.keys())
 def test_shard_map(shape, spec, spec_kv):
     mesh = mesh_of(shape)
