@@ -146,7 +146,7 @@ def test_compiler_from_package_index(tmp_path):
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns("build", ".*"))
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, source]
     for define in ("CUDA=PYPI", "CUDA_ARCHS=90", "HEAD_DIMS=64"):
-        command += ["-C", f"cmake.define.JAX_FLASH_{define}"]
+        command.append(f"--config-settings=cmake.define.JAX_FLASH_{define}")
     subprocess.run(command, check=True, cwd=tmp_path)
 
     [wheel] = tmp_path.glob("*.whl")
