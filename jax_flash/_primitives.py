@@ -20,7 +20,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _support
@@ -145,6 +145,13 @@ def _batch(primitive: Primitive, args, dims, **params):
     ]
     results = primitive.bind(*args, **params)
     return results, [0] * len(results)
+
+
+# Differentiation
+
+
+def _differentiate(primals, tangents, **params):
+    _support.refuse_second_derivative()  # the first is custom_vjp's, which never comes here
 
 
 # Partitioning
@@ -272,6 +279,7 @@ def _define_pass(call: _Pass, abstract_eval: Callable) -> Primitive:
 
     outer = _define(call.target, abstract_eval)
     batching.primitive_batchers[outer] = functools.partial(_batch, outer)
+    ad.primitive_jvps[outer] = _differentiate
     mlir.register_lowering(outer, mlir.lower_fun(functools.partial(_call_partitioned, inner, call)))
     if _needs_devices is not None:
         _needs_devices.add(outer)

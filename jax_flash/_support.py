@@ -181,6 +181,10 @@ def check_cuda(dtype: np.dtype, head_dim: int) -> None:
     _ffi.check_gpu_kernels()
 
 
+def refuse_second_derivative() -> None:
+    raise NotImplementedError(f"The gradient of the fused kernels cannot be differentiated again. {_USE_XLA}")
+
+
 def refuse_platform(platforms: Sequence[str]) -> None:
     raise NotImplementedError(
         f"jax_flash has kernels for the platforms cpu and cuda, not for {', '.join(platforms)}. {_USE_XLA}"
