@@ -1,4 +1,4 @@
-"""The table of shapes and options, shared by the tests and the benchmarks."""
+"""The table of shapes and options that the tests run on every platform."""
 
 import dataclasses
 import zlib
