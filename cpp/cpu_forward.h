@@ -43,7 +43,7 @@ INLINE void OnlineSoftmax(const ForwardScratch<T>& scratch, int64_t row, int64_t
     if constexpr (kMasked) {
       const Vec<Int<T>> first = Load(scratch.first + row), end = Load(scratch.end + row);
       const Int<T> j = key;
-      x = (first <= j) & (end > j) ? x : Broadcast(-infinity);
+      x = ((first <= j) & (end > j)) ? x : Broadcast(-infinity);
     }
     Store(s + key * kForwardM, x);
     max = max > x ? max : x;  // may lose a NaN: the sum has it
