@@ -74,6 +74,11 @@ def _requirements(config_settings):
 
 def _resolve(config_settings):
     """Return the settings with the paths of the headers and of the compiler in them."""
+    # Else scikit-build-core takes the compiler that this Python was built with, which may not be here, and differs
+    # from one Python to the next.
+    compiler = next(filter(shutil.which, ("g++", "c++", "clang++")), None)
+    if compiler:
+        os.environ.setdefault("CXX", compiler)
     settings = dict(config_settings or {})
     nvcc = _nvcc(settings)
     if nvcc == _kept_nvcc():

@@ -130,6 +130,17 @@ def test_no_nvcc(backend, monkeypatch, capsys):
         backend._nvcc({"cmake.define.JAX_FLASH_CUDA": "PYPI"})
 
 
+def test_compiler_is_not_that_of_python(backend, monkeypatch, tmp_path):
+    monkeypatch.delenv("CXX", raising=False)
+    write_nvcc(tmp_path / "bin" / "c++", "0.0.0")
+    settings = {"cmake.define.JAX_FLASH_JAXLIB_INCLUDE": "/headers", "cmake.define.JAX_FLASH_CUDA": "OFF"}
+    backend._resolve(settings)
+    assert os.environ.pop("CXX") == "c++"
+    monkeypatch.setenv("CXX", "mine")
+    backend._resolve(settings)
+    assert os.environ["CXX"] == "mine"
+
+
 def test_headers_given(backend):
     settings = {"cmake.define.JAX_FLASH_JAXLIB_INCLUDE": "/headers", "cmake.define.JAX_FLASH_CUDA": "OFF"}
     assert backend._requirements(settings) == []
