@@ -7,7 +7,6 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -201,8 +200,9 @@ inline ffi::Error ReadOperands(CallReader& call, ffi::DataType* dtype, Attention
   }
   for (int64_t size : {params->batch, params->seqlen_q, params->seqlen_kv, params->num_heads,
                        params->head_dim, params->head_dim_v}) {
-    if (size > std::numeric_limits<int32_t>::max()) {
-      return ffi::Error::InvalidArgument("jax_flash: a dimension must be below 2^31, got " +
+    // Positions and differences of positions are ints in the kernels.
+    if (size >= int64_t{1} << 29) {
+      return ffi::Error::InvalidArgument("jax_flash: a dimension must be below 2^29, got " +
                                          std::to_string(size) + ".");
     }
   }

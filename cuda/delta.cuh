@@ -82,16 +82,18 @@ cudaError_t launch_delta(const BackwardParams& params, float* dq_accum, const La
   return launch(delta_kernel<Element>, ceil_div(rows, kThreads / 32), kThreads, 0, context, params, dq_accum);
 }
 
-// dq_accum, of `count` elements, to dq.
+// dq = scale * dq_accum, of `count` elements.
 template <class Element>
-__global__ void __launch_bounds__(256) convert_kernel(const float* dq_accum, Element* dq, int64_t count) {
+__global__ void __launch_bounds__(256)
+    convert_kernel(const float* dq_accum, Element* dq, float scale, int64_t count) {
   const int64_t first = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * 4;
   if (first + 4 <= count) {
     const float4 x = *reinterpret_cast<const float4*>(dq_accum + first);
-    *reinterpret_cast<Vector<Element>*>(dq + first) = {static_cast<Element>(x.x), static_cast<Element>(x.y),
-                                                       static_cast<Element>(x.z), static_cast<Element>(x.w)};
+    *reinterpret_cast<Vector<Element>*>(dq + first) = {
+        static_cast<Element>(scale * x.x), static_cast<Element>(scale * x.y),
+        static_cast<Element>(scale * x.z), static_cast<Element>(scale * x.w)};
   } else {
-    for (int64_t i = first; i < count; ++i) dq[i] = static_cast<Element>(dq_accum[i]);
+    for (int64_t i = first; i < count; ++i) dq[i] = static_cast<Element>(scale * dq_accum[i]);
   }
 }
 
@@ -100,7 +102,8 @@ cudaError_t launch_convert(const BackwardParams& params, const LaunchContext& co
   constexpr int kThreads = 256;
   const int64_t count = params.batch * params.seqlen_q * params.num_heads * params.head_dim;
   return launch(convert_kernel<Element>, ceil_div(count, 4 * kThreads), kThreads, 0, context,
-                static_cast<const float*>(params.dq_accum), static_cast<Element*>(params.dq), count);
+                static_cast<const float*>(params.dq_accum), static_cast<Element*>(params.dq),
+                static_cast<float>(params.options.scale), count);
 }
 
 }  // namespace jax_flash::cuda

@@ -1,11 +1,13 @@
 #include "dispatch.h"
 
-#include <cstring>
+#include <algorithm>
+#include <cstdlib>
 
 #include "arithmetic.h"
 #include "delta.cuh"
 #include "launch.h"
 #include "sm80/backward.cuh"
+#include "sm80/backward_compact.cuh"
 #include "sm80/backward_dq.cuh"
 #include "sm80/forward.cuh"
 
@@ -19,7 +21,7 @@
 namespace jax_flash::cuda {
 namespace {
 
-enum class Direction { forward, backward, backward_dq };
+enum class Direction { forward, backward, backward_dq, backward_compact = backward };
 enum class Arithmetic { bfloat16, float16, tf32, tf32x3 };
 
 struct Kernel {
@@ -35,7 +37,8 @@ cudaError_t run(const AttentionParams& params, const LaunchContext& context) {
   return kRun(static_cast<const Params&>(params), context);
 }
 
-// In the order of kernels.cmake: of one direction and arithmetic, head dims ascend.
+// In the order of kernels.cmake: of one direction and arithmetic, head dims ascend, and what needs less
+// shared memory comes last.
 const Kernel kKernels[] = {
 #define KERNEL(direction_, arch, arithmetic_, head_dim_)      \
   {Direction::direction_, Arithmetic::arithmetic_, head_dim_, \
@@ -63,11 +66,19 @@ std::string describe(cudaError_t error) {
 
 std::string run_kernel(Direction direction, const AttentionParams& params, const LaunchContext& context) {
   const int64_t head_dim = std::max(params.head_dim, params.head_dim_v);
+  int64_t kernel_head_dim = 0;  // the smallest that is compiled and suffices
   for (const Kernel& kernel : kKernels) {
-    if (kernel.direction == direction && kernel.arithmetic == arithmetic_of(params) &&
-        head_dim <= kernel.head_dim) {
-      return describe(kernel.run(params, context));
-    }
+    if (kernel.direction != direction || kernel.arithmetic != arithmetic_of(params)) continue;
+    if (kernel_head_dim == 0 && head_dim <= kernel.head_dim) kernel_head_dim = kernel.head_dim;
+    if (kernel.head_dim != kernel_head_dim) continue;
+    const cudaError_t error = kernel.run(params, context);
+    if (error != kDoesNotFit) return describe(error);
+  }
+  if (kernel_head_dim != 0) {
+    return "jax_flash: head_dim " + std::to_string(head_dim) +
+           " in this dtype needs more shared memory than the " +
+           std::to_string(context.shared_memory_per_block / 1024) +
+           " KB that a block has on this GPU; implementation=\"xla\" has no such limit.";
   }
   return "jax_flash: no CUDA kernel was compiled for head_dim " + std::to_string(head_dim) +
          "; implementation=\"xla\" has no such limit.";
@@ -98,6 +109,10 @@ std::string make_context(const AttentionParams& params, cudaStream_t stream, int
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&context->shared_memory_per_sm,
                                    cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  }
+  // For tests of what small cards run, on a large one.
+  if (const char* limit = std::getenv("JAX_FLASH_SHARED_MEMORY_PER_BLOCK")) {
+    context->shared_memory_per_block = std::min(context->shared_memory_per_block, std::atoi(limit));
   }
   return describe(error);
 }

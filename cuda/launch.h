@@ -15,13 +15,18 @@ struct LaunchContext {
   int shared_memory_per_block;  // bytes, with the opt-in
 };
 
+// What `launch` returns for a kernel that needs more shared memory than the card has: another one may need
+// less.
+inline constexpr cudaError_t kDoesNotFit = cudaErrorInvalidConfiguration;
+
 // Launches `kernel` on a one-dimensional grid (the other dimensions end at 65,535) with `shared_bytes` of
 // dynamic shared memory. Nothing is launched for an empty grid.
 template <class... Parameters>
 cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes,
                    const LaunchContext& context, const Parameters&... parameters) {
   if (blocks == 0) return cudaSuccess;
-  if (blocks > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidConfiguration;
+  if (shared_bytes > context.shared_memory_per_block) return kDoesNotFit;
+  if (blocks > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidValue;
   if (shared_bytes > 48 * 1024) {
     // Once a device would do, but costs a table of devices; this is half a microsecond.
     const cudaError_t error =

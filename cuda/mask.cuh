@@ -12,7 +12,7 @@ namespace jax_flash::cuda {
 
 struct Mask {
   int lowest;     // key j is visible to query i only if i + lowest <= j
-  int highest;    // and j <= i + highest; both saturated, which is exact for positions in [0, 2^31)
+  int highest;    // and j <= i + highest
   int q_length;   // rows beyond see nothing
   int kv_length;  // keys beyond are not seen
 
@@ -20,42 +20,44 @@ struct Mask {
     const Options& options = params.options;
     const int64_t offset = params.query_offset ? params.query_offset[batch] : 0;
     const int64_t left = options.window_left, right = options.is_causal ? 0 : options.window_right;
-    lowest = left < 0 ? -kFar : clamp(offset - min(left, kFarther), -kFar, kFar);
-    highest = right < 0 ? kFar : clamp(offset + min(right, kFarther), -kFar, kFar);
+    lowest = left < 0 ? -kFar : saturate(offset - min(left, int64_t{4} * kFar));
+    highest = right < 0 ? kFar : saturate(offset + min(right, int64_t{4} * kFar));
     q_length = length(params.query_seq_lengths, batch, params.seqlen_q);
     kv_length = length(params.key_value_seq_lengths, batch, params.seqlen_kv);
   }
 
-  __device__ int first_key(int row) const { return clamp(int64_t{row} + lowest, 0, kv_length); }
+  __device__ int first_key(int row) const { return clamp(row + lowest, 0, kv_length); }
 
   // -1 where the row sees no key.
   __device__ int last_key(int row) const {
-    return row < q_length ? clamp(int64_t{row} + highest, -1, kv_length - 1) : -1;
+    return row < q_length ? clamp(row + highest, -1, kv_length - 1) : -1;
   }
 
   // Rows first_query(n) <= i <= last_query(n') are those that may see a key in n..n'.
-  __device__ int first_query(int first_key) const { return clamp(int64_t{first_key} - highest, 0, q_length); }
+  __device__ int first_query(int first_key) const { return clamp(first_key - highest, 0, q_length); }
   __device__ int last_query(int last_key) const {
-    return last_key < 0 ? -1 : clamp(int64_t{last_key} - lowest, -1, q_length - 1);
+    return last_key < 0 ? -1 : clamp(last_key - lowest, -1, q_length - 1);
   }
 
   // Does every row of [row, row + rows) see every key of [key, key + keys)?
   __device__ bool covers(int row, int rows, int key, int keys) const {
-    return first_key(row + rows - 1) <= key && key + keys - 1 <= last_key(row) && row + rows <= q_length;
+    return row + rows <= q_length && key + keys <= kv_length && row + rows - 1 + lowest <= key &&
+           key + keys - 1 <= row + highest;
   }
 
   // Does no row of [row, row + rows) see a key of [key, key + keys)?
   __device__ bool hides(int row, int rows, int key, int keys) const {
-    const int last_row = min(row + rows, q_length) - 1;
-    return last_row < row || key > last_key(last_row) || key + keys - 1 < first_key(row);
+    return row >= q_length || key >= kv_length || key > min(row + rows, q_length) - 1 + highest ||
+           key + keys - 1 < row + lowest;
   }
 
  private:
-  static constexpr int kFar = 0x7fffffff;
-  static constexpr int64_t kFarther = int64_t{1} << 40;  // more than offset and kFar together
+  // Beyond every position, which the handlers keep below 2^29, and twice that far from overflow.
+  static constexpr int kFar = 1 << 30;
 
-  __device__ static int clamp(int64_t value, int low, int high) {
-    return static_cast<int>(max(int64_t{low}, min(value, int64_t{high})));
+  __device__ static int clamp(int value, int low, int high) { return max(low, min(value, high)); }
+  __device__ static int saturate(int64_t value) {
+    return static_cast<int>(max(int64_t{-kFar}, min(value, int64_t{kFar})));
   }
   __device__ static int length(const int32_t* lengths, int batch, int64_t full) {
     return lengths ? clamp(lengths[batch], 0, static_cast<int>(full)) : static_cast<int>(full);

@@ -20,7 +20,7 @@ struct ForwardTile {
 
 constexpr ForwardTile forward_tile(int element_bytes, int head_dim) {
   if (element_bytes == 2) {
-    if (head_dim <= 64) return {128, 64, 4, 4, 3};   // 48 KB
+    if (head_dim <= 64) return {128, 64, 4, 4, 2};   // 48 KB
     if (head_dim <= 128) return {128, 64, 4, 4, 2};  // 96 KB
     return {64, 32, 4, 4, 2};  // 96 KB; 16 rows a warp: 32 would take 256 registers for out
   }
@@ -39,15 +39,26 @@ struct BackwardTile {
   int blocks_per_sm;  // what the registers are budgeted for
 };
 
+// The more keys a block keeps, the less often it adds to dq in global memory, at 4 bytes an element.
 constexpr BackwardTile backward_tile(int element_bytes, int head_dim) {
   if (element_bytes == 2) {
-    if (head_dim <= 64) return {64, 64, 4, 2, 2, 2, 3};   // 48 KB, 64 KB with two stages
-    if (head_dim <= 128) return {64, 64, 4, 2, 2, 2, 2};  // 80 KB, 112 KB with two stages
-    return {64, 64, 8, 2, 2, 2, 1};                       // 144 KB
+    if (head_dim <= 64) return {128, 128, 8, 4, 4, 4, 1};  // 128 KB, 160 KB with two stages
+    if (head_dim <= 128) return {64, 128, 8, 2, 4, 2, 1};  // 128 KB, 160 KB with two stages
+    return {64, 64, 8, 2, 2, 2, 1};                        // 144 KB
   }
   if (head_dim <= 64) return {64, 64, 4, 2, 2, 2, 2};   // 96 KB
-  if (head_dim <= 128) return {64, 64, 8, 2, 2, 2, 1};  // 160 KB, 224 KB with two stages
+  if (head_dim <= 128) return {32, 64, 4, 2, 2, 1, 2};  // 112 KB
   return {32, 32, 4, 2, 1, 2, 1};                       // 136 KB
+}
+
+// For cards with 99 KB, where the above does not fit.
+constexpr BackwardTile backward_compact_tile(int element_bytes, int head_dim) {
+  if (element_bytes == 2) {
+    if (head_dim <= 64) return {64, 64, 4, 2, 2, 2, 2};   // 48 KB, 64 KB with two stages
+    if (head_dim <= 128) return {64, 64, 4, 2, 2, 2, 1};  // 80 KB
+    return {32, 32, 4, 2, 1, 2, 1};                       // 72 KB
+  }
+  return {32, 32, 4, 2, 1, 2, 1};  // head dims 65 to 128: 72 KB
 }
 
 struct BackwardDqTile {

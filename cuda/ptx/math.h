@@ -18,13 +18,6 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
-// x rounded to TF32 (10 bits of mantissa), nearest, ties away from zero.
-__device__ __forceinline__ uint32_t round_to_tf32(float x) {
-  uint32_t y;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
-  return y;
-}
-
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));

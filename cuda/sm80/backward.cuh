@@ -9,6 +9,9 @@
 // is left to backward_dq.cuh. One head dim serves q, k and v: the smaller one's columns are zeros.
 #pragma once
 
+#include <algorithm>
+#include <type_traits>
+
 #include "arithmetic.h"
 #include "launch.h"
 #include "mask.cuh"
@@ -28,31 +31,32 @@ namespace jax_flash::cuda::sm80 {
 struct BackwardArguments {
   BackwardParams params;
   LogitScale logit;
-  int q_copy_bytes, k_copy_bytes, v_copy_bytes, dout_copy_bytes;
-  float* dq_accum;  // [B, T, N, H]; null when deterministic
-  int stages;       // buffers for queries and dout: 2, or 1 where a second would keep a second block off the
-                    // processor
+  HeadRows q, k, v, dout;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv], [B * T, N, Hv]
+  float* dq_accum;         // [B, T, N, H]; null when deterministic
+  int stages;  // buffers for queries and dout: 2, or 1 where a second would keep a second block off the
+               // processor
 };
 
-template <class Arithmetic, int kHeadDim>
+template <class Arithmetic, int kHeadDim, bool kCompact>
 struct BackwardConfig {
   using Element = typename Arithmetic::Element;
-  static constexpr BackwardTile kTile = backward_tile(sizeof(Element), kHeadDim);
+  static constexpr BackwardTile kTile =
+      kCompact ? backward_compact_tile(sizeof(Element), kHeadDim) : backward_tile(sizeof(Element), kHeadDim);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kThreads = 32 * kTile.warps;
   using QTile = SharedTile<Arithmetic, kBlockM, kHeadDim>;
   using KvTile = SharedTile<Arithmetic, kBlockN, kHeadDim>;
-  using ScoreTile = SharedTile<Arithmetic, kBlockM, kBlockN>;
+  // Rows of at least 128 bytes.
+  using ScoreTile = SharedTile<Arithmetic, kBlockM, std::max(kBlockN, 128 / int{sizeof(Element)})>;
   static constexpr int shared_bytes(int stages) {
     return 2 * KvTile::kBytes + 2 * stages * QTile::kBytes + 2 * ScoreTile::kBytes;
   }
 };
 
-template <class Arithmetic, int kHeadDim>
-__global__ void __launch_bounds__(BackwardConfig<Arithmetic, kHeadDim>::kThreads,
-                                  BackwardConfig<Arithmetic, kHeadDim>::kTile.blocks_per_sm)
+template <class Arithmetic, int kHeadDim, bool kCompact,
+          class Config = BackwardConfig<Arithmetic, kHeadDim, kCompact>>
+__global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     backward_kernel(const __grid_constant__ BackwardArguments arguments) {
-  using Config = BackwardConfig<Arithmetic, kHeadDim>;
   using Element = typename Config::Element;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
@@ -87,42 +91,45 @@ __global__ void __launch_bounds__(BackwardConfig<Arithmetic, kHeadDim>::kThreads
   const Mask mask(params, batch);
   const int n_last = min(n_start + kBlockN, mask.kv_length) - 1;
   const int last_query = n_last < n_start ? -1 : mask.last_query(n_last);
-  const int m_begin = mask.first_query(n_start) / kBlockM;
-  const int m_blocks = max(last_query / kBlockM + 1 - m_begin, 0) * (last_query >= 0);
+  const int m_begin = mask.first_query(n_start) / kBlockM * kBlockM;
+  const int m_blocks = last_query < m_begin ? 0 : (last_query - m_begin) / kBlockM + 1;
 
-  const int head_dim = static_cast<int>(params.head_dim), head_dim_v = static_cast<int>(params.head_dim_v);
-  const int64_t kv_row0 = (int64_t{batch} * seqlen_kv) * num_kv_heads + kv_head;
-  const int64_t q_row0 =
-      (int64_t{batch} * seqlen_q) * num_heads + kv_head * group;  // of the group's first head
-  const int64_t stats_row0 = (int64_t{batch} * num_heads + kv_head * group) * seqlen_q;
-  const GlobalRows<Element> gK{static_cast<const Element*>(params.k) + kv_row0 * head_dim,
-                               int64_t{num_kv_heads} * head_dim, head_dim, arguments.k_copy_bytes};
-  const GlobalRows<Element> gV{static_cast<const Element*>(params.v) + kv_row0 * head_dim_v,
-                               int64_t{num_kv_heads} * head_dim_v, head_dim_v, arguments.v_copy_bytes};
-  const GlobalRows<Element> gQ{static_cast<const Element*>(params.q) + q_row0 * head_dim,
-                               int64_t{num_heads} * head_dim, head_dim, arguments.q_copy_bytes};
-  const GlobalRows<Element> gDout{static_cast<const Element*>(params.dout) + q_row0 * head_dim_v,
-                                  int64_t{num_heads} * head_dim_v, head_dim_v, arguments.dout_copy_bytes};
-
+  const int first_head = kv_head * group, head_dim = arguments.q.head_dim;
+  const int64_t kv_row0 = int64_t{batch} * seqlen_kv, q_row0 = int64_t{batch} * seqlen_q;
   extern __shared__ __align__(128) uint8_t shared[];
-  const int stages = arguments.stages;
   const KvTile sK{ptx::shared_address(shared)};        // [kBlockN, kHeadDim]
   const KvTile sV{sK.base + KvTile::kBytes};           // [kBlockN, kHeadDim]
   const ScoreTile sP{sV.base + KvTile::kBytes};        // [kBlockM, kBlockN]
   const ScoreTile sDs{sP.base + ScoreTile::kBytes};    // [kBlockM, kBlockN]
   const uint32_t ring = sDs.base + ScoreTile::kBytes;  // [stages, 2, kBlockM, kHeadDim]: q, dout
+  const uint32_t stage_step = arguments.stages == 2 ? 2 * QTile::kBytes : 0;
 
-  // Item i is block m_begin + i % m_blocks of the group's head i / m_blocks.
-  const int num_items = m_blocks * group;
-  auto load_item = [&](int item) {
-    if (item < num_items) {
-      const int head = item / m_blocks, row = (m_begin + item % m_blocks) * kBlockM;
-      const QTile sQ{ring + item % stages * 2 * QTile::kBytes}, sDout{sQ.base + QTile::kBytes};
-      GlobalRows<Element> q = gQ, dout = gDout;
-      q.data += head * head_dim;
-      dout.data += head * head_dim_v;
-      load_tile<kThreads>(sQ, q, row, mask.q_length);
-      load_tile<kThreads>(sDout, dout, row, mask.q_length);
+  // The rows m_begin..m_end of the group's first head, then those of its second, and so on, block by block.
+  const int m_end = m_begin + m_blocks * kBlockM;
+  using KvLoader = TileLoader<kThreads, KvTile>;
+  using QLoader = TileLoader<kThreads, QTile>;
+  QLoader q_loader(arguments.q, q_row0 + m_begin, first_head);
+  QLoader dout_loader(arguments.dout, q_row0 + m_begin, first_head);
+  int blocks_to_load = m_blocks * group;
+  int load_m = m_begin;
+  uint32_t load_stage = 0;
+  auto load_next = [&] {
+    if (blocks_to_load > 0) {
+      const QTile sQ{ring + load_stage}, sDout{sQ.base + QTile::kBytes};
+      q_loader.load(sQ, load_m, mask.q_length);
+      dout_loader.load(sDout, load_m, mask.q_length);
+      q_loader.move_rows(kBlockM);
+      dout_loader.move_rows(kBlockM);
+      load_m += kBlockM;
+      if (load_m == m_end) {
+        load_m = m_begin;
+        q_loader.move_rows(m_begin - m_end);
+        q_loader.move_heads(1);
+        dout_loader.move_rows(m_begin - m_end);
+        dout_loader.move_heads(1);
+      }
+      load_stage ^= stage_step;
+      --blocks_to_load;
     }
     ptx::copy_async_commit();
   };
@@ -130,28 +137,38 @@ __global__ void __launch_bounds__(BackwardConfig<Arithmetic, kHeadDim>::kThreads
   float dk[kDkvRows / 16][kDkvColumns / 8][4], dv[kDkvRows / 16][kDkvColumns / 8][4];
   clear(dk);
   clear(dv);
-  if (num_items > 0) {
-    load_tile<kThreads>(sK, gK, n_start, mask.kv_length);
-    load_tile<kThreads>(sV, gV, n_start, mask.kv_length);
-    load_item(0);
+  if (m_blocks > 0) {
+    KvLoader(arguments.k, kv_row0 + n_start, kv_head).load(sK, n_start, mask.kv_length);
+    KvLoader(arguments.v, kv_row0 + n_start, kv_head).load(sV, n_start, mask.kv_length);
+    load_next();
   }
 
+  // float32 dq is summed where it is wanted, so its scale goes into ds; 16-bit ds would lose small values by
+  // that, and dq_accum gets its scale when it is converted.
+  const float ds_scale = kIs16Bit<Arithmetic> ? 1 : arguments.logit.scale;
+  const int64_t stats_row = (int64_t{batch} * num_heads + first_head) * seqlen_q + m_begin + score_row;
+  const float* gLse = params.lse_log2 + stats_row;
+  const float* gDelta = params.delta + stats_row;
+  const int64_t dq_stride = int64_t{num_heads} * head_dim;
+  float* gDq = arguments.dq_accum + (q_row0 + m_begin + dq_row + lane_id() / 4) * dq_stride +
+               int64_t{first_head} * head_dim + dq_column;
+  // Every run of this warp's columns lies within head_dim and is aligned.
+  const bool dq_whole = dq_column + kDqColumns <= head_dim && head_dim % kRunColumns<Arithmetic> == 0;
+  uint32_t stage = 0;
+  int m_start = m_begin;
 #pragma unroll 1
-  for (int item = 0; item < num_items; ++item) {
-    const int head = item / m_blocks, m_start = (m_begin + item % m_blocks) * kBlockM;
-    const QTile sQ{ring + item % stages * 2 * QTile::kBytes};  // [kBlockM, kHeadDim]
-    const QTile sDout{sQ.base + QTile::kBytes};                // [kBlockM, kHeadDim]
+  for (int blocks = m_blocks * group; blocks > 0; --blocks) {
+    const QTile sQ{ring + stage};                // [kBlockM, kHeadDim]
+    const QTile sDout{sQ.base + QTile::kBytes};  // [kBlockM, kHeadDim]
 
     float lse_log2[kScoreRows / 16][2], delta[kScoreRows / 16][2];
-    const int64_t stats_row = stats_row0 + int64_t{head} * seqlen_q + m_start + score_row;
-    const int stats_rows = seqlen_q - m_start - score_row;
-    load_row_stats(lse_log2, params.lse_log2 + stats_row, stats_rows, INFINITY);
-    load_row_stats(delta, params.delta + stats_row, stats_rows, 0);
+    load_row_stats(lse_log2, gLse, seqlen_q - m_start - score_row, INFINITY);
+    load_row_stats(delta, gDelta, seqlen_q - m_start - score_row, 0);
 
-    // This item has come, to all threads, and all are done with the one before it.
+    // This block's rows have come, to all threads, and all are done with those before.
     ptx::copy_async_wait<0>();
     __syncthreads();
-    if (stages == 2) load_item(item + 1);
+    if (stage_step != 0) load_next();
 
     // ---- p = exp(q k^T - lse) ----
     float p[kScoreRows / 16][kScoreColumns / 8][4];
@@ -171,7 +188,7 @@ __global__ void __launch_bounds__(BackwardConfig<Arithmetic, kHeadDim>::kThreads
     multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
         ds, KMajorA<Arithmetic, QTile, kScoreRows / 16>(sDout, score_row),
         KMajorB<Arithmetic, KvTile>(sV, score_column));
-    score_gradients(ds, p, delta);
+    score_gradients(ds, p, delta, ds_scale);
     if (!covered) fill_hidden(ds, mask, m_start + score_row, n_start + score_column, 0);
     store_accumulators<Arithmetic>(sDs, score_row, score_column, ds);
     __syncthreads();
@@ -188,17 +205,32 @@ __global__ void __launch_bounds__(BackwardConfig<Arithmetic, kHeadDim>::kThreads
       multiply_add<Arithmetic, kBlockN / kStepK<Arithmetic>>(
           dq, KMajorA<Arithmetic, ScoreTile, kDqRows / 16>(sDs, dq_row),
           MnMajorB<Arithmetic, KvTile>(sK, dq_column));
+      // No branches around the additions: a warp would wait at each for those before it to leave.
+      auto add = [&](auto whole) {
 #pragma unroll
-      for (int mt = 0; mt < kDqRows / 16; ++mt) {
+        for (int mt = 0; mt < kDqRows / 16; ++mt) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int row = m_start + dq_row + accumulator_row(mt, h);
-          if (row >= mask.q_length) continue;
-          float* gDq = arguments.dq_accum + (q_row0 + int64_t{row} * num_heads + head) * head_dim;
-          for_each_run<Arithmetic>(dq, mt, h, [&](int column, const auto& values) {
-            add_run(gDq, dq_column + column, head_dim, arguments.logit.scale, values);
-          });
+          for (int h = 0; h < 2; ++h) {
+            const bool valid = m_start + dq_row + accumulator_row(mt, h) < mask.q_length;
+            float* gRow = gDq + (16 * mt + 8 * h) * dq_stride;
+            for_each_run<Arithmetic>(dq, mt, h, [&](int column, const auto& values) {
+              if constexpr (whole.value) {
+                ptx::reduce_add(gRow + column, values, valid);
+              } else {
+#pragma unroll
+                for (int i = 0; i < kRunColumns<Arithmetic>; ++i) {
+                  const bool inside = dq_column + column + i < head_dim;
+                  ptx::reduce_add(gRow + column + i, {values[i]}, valid && inside);
+                }
+              }
+            });
+          }
         }
+      };
+      if (dq_whole) {
+        add(std::true_type());
+      } else {
+        add(std::false_type());
       }
     }
 
@@ -206,9 +238,21 @@ __global__ void __launch_bounds__(BackwardConfig<Arithmetic, kHeadDim>::kThreads
     multiply_add<Arithmetic, kBlockM / kStepK<Arithmetic>>(
         dk, MnMajorA<Arithmetic, ScoreTile, kDkvRows / 16>(sDs, dkv_row),
         MnMajorB<Arithmetic, QTile>(sQ, dkv_column));
-    if (stages == 1) {
+
+    if (stage_step == 0) {
       __syncthreads();
-      load_item(item + 1);
+      load_next();
+    }
+    stage ^= stage_step;
+    m_start += kBlockM;
+    gLse += kBlockM;
+    gDelta += kBlockM;
+    gDq += kBlockM * dq_stride;
+    if (m_start == m_end) {
+      m_start = m_begin;
+      gLse += m_begin - m_end + seqlen_q;
+      gDelta += m_begin - m_end + seqlen_q;
+      gDq += (m_begin - m_end) * dq_stride + head_dim;
     }
   }
 
@@ -219,22 +263,22 @@ __global__ void __launch_bounds__(BackwardConfig<Arithmetic, kHeadDim>::kThreads
     for (int h = 0; h < 2; ++h) {
       const int row = n_start + dkv_row + mn_major_accumulator_row<Arithmetic>(mt, h);
       if (row >= seqlen_kv) continue;
-      const int64_t offset = kv_row0 + int64_t{row} * num_kv_heads;
+      const int64_t offset = (kv_row0 + row) * num_kv_heads + kv_head;
       auto write = [&](void* to, int columns, float factor, const auto& acc) {
         Element* gRow = static_cast<Element*>(to) + offset * columns;
         for_each_run<Arithmetic>(acc, mt, h, [&](int column, const auto& values) {
           store_run<Arithmetic>(gRow, dkv_column + column, columns, row < mask.kv_length, factor, values);
         });
       };
-      write(params.dk, head_dim, arguments.logit.scale, dk);
-      write(params.dv, head_dim_v, 1, dv);
+      write(params.dk, head_dim, kIs16Bit<Arithmetic> ? arguments.logit.scale : 1, dk);
+      write(params.dv, arguments.v.head_dim, 1, dv);
     }
   }
 }
 
-template <class Arithmetic, int kHeadDim>
-cudaError_t backward(const BackwardParams& params, const LaunchContext& context) {
-  using Config = BackwardConfig<Arithmetic, kHeadDim>;
+template <class Arithmetic, int kHeadDim, bool kCompact>
+cudaError_t launch_backward(const BackwardParams& params, const LaunchContext& context) {
+  using Config = BackwardConfig<Arithmetic, kHeadDim, kCompact>;
   using Element = typename Config::Element;
   // float32 gradients are summed where they are wanted.
   float* dq_accum = params.options.deterministic ? nullptr
@@ -248,15 +292,20 @@ cudaError_t backward(const BackwardParams& params, const LaunchContext& context)
   const int stages = blocks_per_sm(2) >= std::max(blocks_per_sm(1), 1) ? 2 : 1;
   const BackwardArguments arguments{params,
                                     LogitScale(params.options),
-                                    copy_bytes<Element>(params.q, params.head_dim),
-                                    copy_bytes<Element>(params.k, params.head_dim),
-                                    copy_bytes<Element>(params.v, params.head_dim_v),
-                                    copy_bytes<Element>(params.dout, params.head_dim_v),
+                                    head_rows<Element>(params.q, params.num_heads, params.head_dim),
+                                    head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
+                                    head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
+                                    head_rows<Element>(params.dout, params.num_heads, params.head_dim_v),
                                     dq_accum,
                                     stages};
   const int64_t blocks = ceil_div(params.seqlen_kv, Config::kBlockN) * params.num_kv_heads * params.batch;
-  return launch(backward_kernel<Arithmetic, kHeadDim>, blocks, Config::kThreads, Config::shared_bytes(stages),
-                context, arguments);
+  return launch(backward_kernel<Arithmetic, kHeadDim, kCompact>, blocks, Config::kThreads,
+                Config::shared_bytes(stages), context, arguments);
+}
+
+template <class Arithmetic, int kHeadDim>
+cudaError_t backward(const BackwardParams& params, const LaunchContext& context) {
+  return launch_backward<Arithmetic, kHeadDim, /*kCompact=*/false>(params, context);
 }
 
 }  // namespace jax_flash::cuda::sm80

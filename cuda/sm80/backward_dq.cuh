@@ -23,7 +23,7 @@ namespace jax_flash::cuda::sm80 {
 struct BackwardDqArguments {
   BackwardParams params;
   LogitScale logit;
-  int q_copy_bytes, k_copy_bytes, v_copy_bytes, dout_copy_bytes;
+  HeadRows q, k, v, dout;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv], [B * T, N, Hv]
 };
 
 template <class Arithmetic, int kHeadDim>
@@ -38,11 +38,9 @@ struct BackwardDqConfig {
   static constexpr int kSharedBytes = 2 * QTile::kBytes + 2 * kStages * KvTile::kBytes;
 };
 
-template <class Arithmetic, int kHeadDim>
-__global__ void __launch_bounds__(BackwardDqConfig<Arithmetic, kHeadDim>::kThreads,
-                                  BackwardDqConfig<Arithmetic, kHeadDim>::kTile.blocks_per_sm)
+template <class Arithmetic, int kHeadDim, class Config = BackwardDqConfig<Arithmetic, kHeadDim>>
+__global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     backward_dq_kernel(const __grid_constant__ BackwardDqArguments arguments) {
-  using Config = BackwardDqConfig<Arithmetic, kHeadDim>;
   using Element = typename Config::Element;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
@@ -66,19 +64,6 @@ __global__ void __launch_bounds__(BackwardDqConfig<Arithmetic, kHeadDim>::kThrea
   const int n_begin = m_last < m_start ? 0 : mask.first_key(m_start) / kBlockN;
   const int n_end = m_last < m_start ? 0 : (mask.last_key(m_last) + kBlockN) / kBlockN;
 
-  const int head_dim = static_cast<int>(params.head_dim), head_dim_v = static_cast<int>(params.head_dim_v);
-  const int64_t kv_row0 = (int64_t{batch} * seqlen_kv) * num_kv_heads + kv_head;
-  const int64_t q_row0 = (int64_t{batch} * seqlen_q) * num_heads + head;
-  const int64_t stats_row0 = (int64_t{batch} * num_heads + head) * seqlen_q;
-  const GlobalRows<Element> gK{static_cast<const Element*>(params.k) + kv_row0 * head_dim,
-                               int64_t{num_kv_heads} * head_dim, head_dim, arguments.k_copy_bytes};
-  const GlobalRows<Element> gV{static_cast<const Element*>(params.v) + kv_row0 * head_dim_v,
-                               int64_t{num_kv_heads} * head_dim_v, head_dim_v, arguments.v_copy_bytes};
-  const GlobalRows<Element> gQ{static_cast<const Element*>(params.q) + q_row0 * head_dim,
-                               int64_t{num_heads} * head_dim, head_dim, arguments.q_copy_bytes};
-  const GlobalRows<Element> gDout{static_cast<const Element*>(params.dout) + q_row0 * head_dim_v,
-                                  int64_t{num_heads} * head_dim_v, head_dim_v, arguments.dout_copy_bytes};
-
   extern __shared__ __align__(128) uint8_t shared[];
   const QTile sQ{ptx::shared_address(shared)};       // [kBlockM, kHeadDim]
   const QTile sDout{sQ.base + QTile::kBytes};        // [kBlockM, kHeadDim]
@@ -86,23 +71,32 @@ __global__ void __launch_bounds__(BackwardDqConfig<Arithmetic, kHeadDim>::kThrea
 
   // Item i is block n_end - 1 - i of keys and values.
   const int num_items = n_end - n_begin;
+  const int last_row = (n_end - 1) * kBlockN;
+  const int64_t kv_row0 = int64_t{batch} * seqlen_kv, q_row0 = int64_t{batch} * seqlen_q;
+  using KvLoader = TileLoader<kThreads, KvTile>;
+  using QLoader = TileLoader<kThreads, QTile>;
+  KvLoader k_loader(arguments.k, kv_row0 + last_row, kv_head),
+      v_loader(arguments.v, kv_row0 + last_row, kv_head);
   auto load_item = [&](int item) {
     if (item < num_items) {
-      const int row = (n_end - 1 - item) * kBlockN;
+      const int row = last_row - item * kBlockN;
       const KvTile sK{ring + item % kStages * 2 * KvTile::kBytes}, sV{sK.base + KvTile::kBytes};
-      load_tile<kThreads>(sK, gK, row, mask.kv_length);
-      load_tile<kThreads>(sV, gV, row, mask.kv_length);
+      k_loader.load(sK, row, mask.kv_length);
+      v_loader.load(sV, row, mask.kv_length);
+      k_loader.move_rows(-kBlockN);
+      v_loader.move_rows(-kBlockN);
     }
     ptx::copy_async_commit();
   };
   if (num_items > 0) {
-    load_tile<kThreads>(sQ, gQ, m_start, mask.q_length);
-    load_tile<kThreads>(sDout, gDout, m_start, mask.q_length);
+    QLoader(arguments.q, q_row0 + m_start, head).load(sQ, m_start, mask.q_length);
+    QLoader(arguments.dout, q_row0 + m_start, head).load(sDout, m_start, mask.q_length);
     load_item(0);
   }
 
   const int warp_row = threadIdx.x / 32 * kWarpRows;
   const int warp_m = m_start + warp_row;
+  const int64_t stats_row0 = (int64_t{batch} * num_heads + head) * seqlen_q;
   float lse_log2[kMTiles][2], delta[kMTiles][2];
   load_row_stats(lse_log2, params.lse_log2 + stats_row0 + warp_m, seqlen_q - warp_m, INFINITY);
   load_row_stats(delta, params.delta + stats_row0 + warp_m, seqlen_q - warp_m, 0);
@@ -111,7 +105,7 @@ __global__ void __launch_bounds__(BackwardDqConfig<Arithmetic, kHeadDim>::kThrea
 
 #pragma unroll 1
   for (int item = 0; item < num_items; ++item) {
-    const int n_start = (n_end - 1 - item) * kBlockN;
+    const int n_start = last_row - item * kBlockN;
     const KvTile sK{ring + item % kStages * 2 * KvTile::kBytes};  // [kBlockN, kHeadDim]
     const KvTile sV{sK.base + KvTile::kBytes};                    // [kBlockN, kHeadDim]
 
@@ -131,11 +125,13 @@ __global__ void __launch_bounds__(BackwardDqConfig<Arithmetic, kHeadDim>::kThrea
       clear(ds);
       multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
           ds, KMajorA<Arithmetic, QTile, kMTiles>(sDout, warp_row), KMajorB<Arithmetic, KvTile>(sV, 0));
-      score_gradients(ds, p, delta);
+      score_gradients(ds, p, delta, 1);
       if (!covered) fill_hidden(ds, mask, warp_m, n_start, 0);
 
       // ---- dq += ds k ----
-      multiply_add<Arithmetic, kBlockN / kStepK<Arithmetic>>(dq, RegisterA<Arithmetic, kMTiles, kNTiles>{ds},
+      RegisterA<Arithmetic, kMTiles, kNTiles> ds_operand;
+      ds_operand.set(ds);
+      multiply_add<Arithmetic, kBlockN / kStepK<Arithmetic>>(dq, ds_operand,
                                                              MnMajorB<Arithmetic, KvTile>(sK, 0));
     }
     if constexpr (kStages == 1) {
@@ -145,6 +141,7 @@ __global__ void __launch_bounds__(BackwardDqConfig<Arithmetic, kHeadDim>::kThrea
   }
 
   // ---- Write dq; rows beyond the length get zeros ----
+  const int head_dim = arguments.q.head_dim;
 #pragma unroll
   for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
@@ -152,7 +149,7 @@ __global__ void __launch_bounds__(BackwardDqConfig<Arithmetic, kHeadDim>::kThrea
       const int row = warp_m + accumulator_row(mt, h);
       if (row >= seqlen_q) continue;
       const bool seeing = mask.first_key(row) <= mask.last_key(row);
-      Element* gDq = static_cast<Element*>(params.dq) + (q_row0 + int64_t{row} * num_heads) * head_dim;
+      Element* gDq = static_cast<Element*>(params.dq) + ((q_row0 + row) * num_heads + head) * head_dim;
       for_each_run<Arithmetic>(dq, mt, h, [&](int column, const auto& values) {
         store_run<Arithmetic>(gDq, column, head_dim, seeing, arguments.logit.scale, values);
       });
@@ -166,10 +163,10 @@ cudaError_t backward_dq(const BackwardParams& params, const LaunchContext& conte
   using Element = typename Config::Element;
   const BackwardDqArguments arguments{params,
                                       LogitScale(params.options),
-                                      copy_bytes<Element>(params.q, params.head_dim),
-                                      copy_bytes<Element>(params.k, params.head_dim),
-                                      copy_bytes<Element>(params.v, params.head_dim_v),
-                                      copy_bytes<Element>(params.dout, params.head_dim_v)};
+                                      head_rows<Element>(params.q, params.num_heads, params.head_dim),
+                                      head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
+                                      head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
+                                      head_rows<Element>(params.dout, params.num_heads, params.head_dim_v)};
   const int64_t blocks = ceil_div(params.seqlen_q, Config::kBlockM) * params.num_heads * params.batch;
   return launch(backward_dq_kernel<Arithmetic, kHeadDim>, blocks, Config::kThreads, Config::kSharedBytes,
                 context, arguments);

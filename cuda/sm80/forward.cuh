@@ -24,7 +24,7 @@ namespace jax_flash::cuda::sm80 {
 struct ForwardArguments {
   ForwardParams params;
   LogitScale logit;
-  int q_copy_bytes, k_copy_bytes, v_copy_bytes;
+  HeadRows q, k, v;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv]
 };
 
 template <class Arithmetic, int kHeadDim>
@@ -40,11 +40,9 @@ struct ForwardConfig {
   static constexpr int kSharedBytes = QTile::kBytes + kStages * KvTile::kBytes;
 };
 
-template <class Arithmetic, int kHeadDim>
-__global__ void __launch_bounds__(ForwardConfig<Arithmetic, kHeadDim>::kThreads,
-                                  ForwardConfig<Arithmetic, kHeadDim>::kTile.blocks_per_sm)
+template <class Arithmetic, int kHeadDim, class Config = ForwardConfig<Arithmetic, kHeadDim>>
+__global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     forward_kernel(const __grid_constant__ ForwardArguments arguments) {
-  using Config = ForwardConfig<Arithmetic, kHeadDim>;
   using Element = typename Config::Element;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
@@ -67,16 +65,6 @@ __global__ void __launch_bounds__(ForwardConfig<Arithmetic, kHeadDim>::kThreads,
   const int n_begin = m_last < m_start ? 0 : mask.first_key(m_start) / kBlockN;
   const int n_end = m_last < m_start ? 0 : (mask.last_key(m_last) + kBlockN) / kBlockN;
 
-  const int64_t kv_row0 = (batch * params.seqlen_kv) * params.num_kv_heads + kv_head;
-  const int64_t q_row0 = (batch * params.seqlen_q) * params.num_heads + head;
-  const int head_dim = static_cast<int>(params.head_dim), head_dim_v = static_cast<int>(params.head_dim_v);
-  const GlobalRows<Element> gQ{static_cast<const Element*>(params.q) + q_row0 * head_dim,
-                               params.num_heads * head_dim, head_dim, arguments.q_copy_bytes};
-  const GlobalRows<Element> gK{static_cast<const Element*>(params.k) + kv_row0 * head_dim,
-                               params.num_kv_heads * head_dim, head_dim, arguments.k_copy_bytes};
-  const GlobalRows<Element> gV{static_cast<const Element*>(params.v) + kv_row0 * head_dim_v,
-                               params.num_kv_heads * head_dim_v, head_dim_v, arguments.v_copy_bytes};
-
   extern __shared__ __align__(128) uint8_t shared[];
   const QTile sQ{ptx::shared_address(shared)};  // [kBlockM, kHeadDim]
   auto sKv = [&](int stage) {
@@ -85,9 +73,15 @@ __global__ void __launch_bounds__(ForwardConfig<Arithmetic, kHeadDim>::kThreads,
 
   // Item 2i of the ring is the keys, item 2i + 1 the values, of block n_end - 1 - i.
   const int num_items = 2 * (n_end - n_begin);
-  auto load_item = [&](int item, const GlobalRows<Element>& source) {
+  const int last_row = (n_end - 1) * kBlockN;
+  using KvLoader = TileLoader<kThreads, KvTile>;
+  const int64_t kv_row0 = batch * params.seqlen_kv;
+  KvLoader k_loader(arguments.k, kv_row0 + last_row, kv_head),
+      v_loader(arguments.v, kv_row0 + last_row, kv_head);
+  auto load_item = [&](int item, KvLoader& loader) {
     if (item < num_items) {
-      load_tile<kThreads>(sKv(item % kStages), source, (n_end - 1 - item / 2) * kBlockN, mask.kv_length);
+      loader.load(sKv(item % kStages), last_row - item / 2 * kBlockN, mask.kv_length);
+      loader.move_rows(-kBlockN);
     }
     ptx::copy_async_commit();  // an empty group keeps the count
   };
@@ -97,9 +91,12 @@ __global__ void __launch_bounds__(ForwardConfig<Arithmetic, kHeadDim>::kThreads,
     __syncthreads();
   };
 
-  if (num_items > 0) load_tile<kThreads>(sQ, gQ, m_start, mask.q_length);
+  if (num_items > 0) {
+    TileLoader<kThreads, QTile>(arguments.q, int64_t{batch} * seqlen_q + m_start, head)
+        .load(sQ, m_start, mask.q_length);
+  }
 #pragma unroll
-  for (int item = 0; item < kStages - 1; ++item) load_item(item, item % 2 ? gV : gK);
+  for (int item = 0; item < kStages - 1; ++item) load_item(item, item % 2 ? v_loader : k_loader);
 
   const int warp_row = threadIdx.x / 32 * kWarpRows;
   const int warp_m = m_start + warp_row;
@@ -110,14 +107,15 @@ __global__ void __launch_bounds__(ForwardConfig<Arithmetic, kHeadDim>::kThreads,
 
 #pragma unroll 1
   for (int item = 0; item < num_items; item += 2) {
-    const int n_start = (n_end - 1 - item / 2) * kBlockN;
+    const int n_start = last_row - item / 2 * kBlockN;
     const bool hidden = mask.hides(warp_m, kWarpRows, n_start, kBlockN);
-    float scores[kMTiles][kNTiles][4];
+    RegisterA<Arithmetic, kMTiles, kNTiles> p;
 
     // ---- scores = q k^T ----
     wait_item();
-    load_item(item + kStages - 1, gV);
+    load_item(item + kStages - 1, v_loader);
     if (!hidden) {
+      float scores[kMTiles][kNTiles][4];
       clear(scores);
       multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
           scores, q, KMajorB<Arithmetic, KvTile>(sKv(item % kStages), 0));
@@ -127,19 +125,21 @@ __global__ void __launch_bounds__(ForwardConfig<Arithmetic, kHeadDim>::kThreads,
       if (!mask.covers(warp_m, kWarpRows, n_start, kBlockN))
         fill_hidden(scores, mask, warp_m, n_start, -INFINITY);
       softmax.update(scores, out, arguments.logit.scale_log2);
+      p.set(scores);
     }
 
     // ---- out += p v ----
     wait_item();
-    load_item(item + kStages, gK);
+    load_item(item + kStages, k_loader);
     if (!hidden) {
       multiply_add<Arithmetic, kBlockN / kStepK<Arithmetic>>(
-          out, RegisterA<Arithmetic, kMTiles, kNTiles>{scores},
-          MnMajorB<Arithmetic, KvTile>(sKv((item + 1) % kStages), 0));
+          out, p, MnMajorB<Arithmetic, KvTile>(sKv((item + 1) % kStages), 0));
     }
   }
 
   // ---- Normalise, write out and lse ----
+  const int64_t q_row0 = int64_t{batch} * seqlen_q * num_heads + head;
+  const int head_dim_v = arguments.v.head_dim;
   Element* gOut = static_cast<Element*>(params.out) + q_row0 * head_dim_v;
   float* gLse = static_cast<float*>(params.lse) + q_row0;
 #pragma unroll
@@ -152,11 +152,11 @@ __global__ void __launch_bounds__(ForwardConfig<Arithmetic, kHeadDim>::kThreads,
       if (row >= seqlen_q) continue;
       // A row that sees no key: its tile's other rows may have put 0 * NaN into it.
       const bool empty = lse == -INFINITY;
-      Element* row_out = gOut + row * params.num_heads * head_dim_v;
+      Element* row_out = gOut + int64_t{row} * num_heads * head_dim_v;
       for_each_run<Arithmetic>(out, mt, h, [&](int column, const auto& values) {
         store_run<Arithmetic>(row_out, column, head_dim_v, !empty, normalizer, values);
       });
-      if (lane_id() % 4 == 0) gLse[row * params.num_heads] = lse;
+      if (lane_id() % 4 == 0) gLse[int64_t{row} * num_heads] = lse;
     }
   }
 }
@@ -165,9 +165,10 @@ template <class Arithmetic, int kHeadDim>
 cudaError_t forward(const ForwardParams& params, const LaunchContext& context) {
   using Config = ForwardConfig<Arithmetic, kHeadDim>;
   using Element = typename Config::Element;
-  const ForwardArguments arguments{
-      params, LogitScale(params.options), copy_bytes<Element>(params.q, params.head_dim),
-      copy_bytes<Element>(params.k, params.head_dim), copy_bytes<Element>(params.v, params.head_dim_v)};
+  const ForwardArguments arguments{params, LogitScale(params.options),
+                                   head_rows<Element>(params.q, params.num_heads, params.head_dim),
+                                   head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
+                                   head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v)};
   const int64_t blocks = ceil_div(params.seqlen_q, Config::kBlockM) * params.num_heads * params.batch;
   return launch(forward_kernel<Arithmetic, kHeadDim>, blocks, Config::kThreads, Config::kSharedBytes, context,
                 arguments);

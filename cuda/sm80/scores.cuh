@@ -89,13 +89,14 @@ __device__ __forceinline__ void recompute_probabilities(float (&scores)[kMTiles]
       scores, [&](int mt, int h, int nt, int c) { scores[mt][nt][2 * h + c] *= slope[mt][nt][2 * h + c]; });
 }
 
-// ds = p * (dp - delta), in place of dp.
+// ds = p * (dp - delta) * scale, in place of dp.
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void score_gradients(float (&dp)[kMTiles][kNTiles][4],
                                                 const float (&p)[kMTiles][kNTiles][4],
-                                                const float (&delta)[kMTiles][2]) {
+                                                const float (&delta)[kMTiles][2], float scale) {
   for_each_score(dp, [&](int mt, int h, int nt, int c) {
-    dp[mt][nt][2 * h + c] = p[mt][nt][2 * h + c] * (dp[mt][nt][2 * h + c] - delta[mt][h]);
+    float& x = dp[mt][nt][2 * h + c];
+    x = p[mt][nt][2 * h + c] * fmaf(x, scale, -delta[mt][h] * scale);
   });
 }
 

@@ -24,80 +24,103 @@ struct SharedTile {
 
   uint32_t base;  // aligned to 128 bytes
 
-  // The address of this lane's 16 bytes, where lanes differ by `lane_row` < 8 (mod 8) and `lane_chunk` < 8,
-  // and all of them are moved by a multiple of 8 rows and by `chunk`, with no bit in common with lane_chunk.
-  // A loop over constant rows and chunks then costs one XOR an address at most.
+  // The address of this lane's 16 bytes, where lanes differ by `lane_row` (mod 8) and `lane_chunk` < 8;
+  // `moved` takes them all along by a multiple of 8 rows, and by chunks whose number has no bit in common
+  // with lane_chunk. Over a loop of constant rows and chunks, at most 8 addresses differ by more than what an
+  // instruction has room to add.
   __device__ __forceinline__ uint32_t lane_base(int lane_row, int lane_chunk) const {
     return base + lane_row * kRowBytes + ((lane_chunk ^ (lane_row & 7)) << 4);
   }
   __device__ __forceinline__ static uint32_t moved(uint32_t lane_base, int row, int chunk) {
-    return ((lane_base + row * kRowBytes) ^ ((chunk & 7) << 4)) + (chunk >> 3) * 128;
+    return (lane_base ^ ((chunk & 7) << 4)) + row * kRowBytes + (chunk >> 3) * 128;
   }
 };
 
-// Rows of a dense [rows, stride] array in global memory, of which the first head_dim columns count.
-template <class Element>
-struct GlobalRows {
-  const Element* data;
-  int64_t stride;  // elements
+// A dense [rows, heads, head_dim] array in global memory. Kernels get it as a parameter, where it takes no
+// registers.
+struct HeadRows {
+  const void* data;
+  int64_t stride;  // elements from row to row
   int head_dim;
-  int copy_bytes;  // how many bytes one copy may take: 16, 4, or 2 where rows are not aligned to more
+  int copy_bytes;  // how many bytes one copy may take: 16, 4, or 2 where heads are not aligned to more
 };
 
 template <class Element>
-__host__ __device__ inline int copy_bytes(const void* data, int64_t head_dim) {
-  const int64_t row_bytes = head_dim * int{sizeof(Element)};
-  const uint64_t alignment = reinterpret_cast<uint64_t>(data) | static_cast<uint64_t>(row_bytes);
-  return alignment % 16 == 0 ? 16 : alignment % 4 == 0 ? 4 : 2;
+HeadRows head_rows(const void* data, int64_t heads, int64_t head_dim) {
+  const uint64_t alignment =
+      reinterpret_cast<uint64_t>(data) | (static_cast<uint64_t>(head_dim) * sizeof(Element));
+  return {data, heads * head_dim, static_cast<int>(head_dim),
+          alignment % 16 == 0  ? 16
+          : alignment % 4 == 0 ? 4
+                               : 2};
 }
 
-// Starts the copy of rows [row, row + kRows) into the tile by all kThreads threads. Rows from row_limit on
-// and columns from head_dim on become zeros, whatever memory holds there: 0 * NaN would not be. Completes
-// with the copy group.
-template <int kThreads, class Tile, class Element>
-__device__ __forceinline__ void load_tile(Tile tile, const GlobalRows<Element>& source, int row,
-                                          int row_limit) {
-  constexpr int kChunks = Tile::kRowBytes / 16;
-  constexpr int kChunkElements = 16 / sizeof(Element);
-  const int thread = threadIdx.x;
-  if (source.copy_bytes == 16) {
-    constexpr int kRowsAtOnce = kThreads / kChunks, kPasses = Tile::kRows / kRowsAtOnce;
-    static_assert(kThreads % kChunks == 0);
-    const int r = thread / kChunks, chunk = thread % kChunks;
-    const bool column_valid = chunk * kChunkElements < source.head_dim;
-    const Element* from = source.data + (row + r) * source.stride + chunk * kChunkElements;
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      const int tile_row = i * kRowsAtOnce + r;
-      const uint32_t to =
-          tile.base + tile_row * Tile::kRowBytes + (chunk & ~7) * 16 + (((chunk ^ tile_row) & 7) << 4);
-      ptx::copy_async<16>(to, from, column_valid && row + tile_row < row_limit);
-      from += kRowsAtOnce * source.stride;
-    }
-    return;
+// Copies tiles of rows of one head, by all kThreads threads. What a thread knows of a tile's place is one
+// pointer, which the caller moves along: finding it anew for each tile would take as many instructions as the
+// tile's products.
+template <int kThreads, class Tile>
+class TileLoader {
+  using Element = typename Tile::Element;
+  static constexpr int kChunks = Tile::kRowBytes / 16;
+  static constexpr int kChunkElements = 16 / sizeof(Element);
+  static constexpr int kRowsAtOnce = kThreads / kChunks;
+  static_assert(kThreads % kChunks == 0 && Tile::kRows % kRowsAtOnce == 0);
+
+ public:
+  // `rows` must outlive the loader. The first tile is head `head` of the rows from `row` on.
+  __device__ __forceinline__ TileLoader(const HeadRows& rows, int64_t row, int head) : rows_(rows) {
+    const int r = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+    from_ = static_cast<const Element*>(rows.data) + (row + r) * rows.stride + int64_t{head} * rows.head_dim +
+            chunk * kChunkElements;
   }
-  // Rows that are not aligned to 16 bytes: rare, so this is kept small rather than fast.
+
+  __device__ __forceinline__ void move_rows(int rows) { from_ += rows * rows_.stride; }
+  __device__ __forceinline__ void move_heads(int heads) { from_ += int64_t{heads} * rows_.head_dim; }
+
+  // Starts the copy of the tile at the current place, whose first row is `row`. Rows from row_limit on and
+  // columns from head_dim on become zeros, whatever memory holds there: 0 * NaN would not be. Completes with
+  // the copy group.
+  __device__ __forceinline__ void load(Tile tile, int row, int row_limit) const {
+    const int r = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+    const int valid_rows = chunk * kChunkElements < rows_.head_dim ? row_limit - row - r : 0;
+    const uint32_t to = tile.base + r * Tile::kRowBytes + (chunk & ~7) * 16;
+    const Element* from = from_;
+    if (rows_.copy_bytes == 16) {
+#pragma unroll
+      for (int i = 0; i < Tile::kRows; i += kRowsAtOnce) {
+        ptx::copy_async<16>(to + i * Tile::kRowBytes + (((chunk ^ (r + i)) & 7) << 4), from, i < valid_rows);
+        from += kRowsAtOnce * rows_.stride;
+      }
+    } else {
 #pragma unroll 1
-  for (int i = thread; i < Tile::kRows * kChunks; i += kThreads) {
-    const int r = i / kChunks, chunk = i % kChunks;
-    const uint32_t to = tile.base + r * Tile::kRowBytes + (chunk & ~7) * 16 + (((chunk ^ r) & 7) << 4);
-    const Element* from = source.data + (row + r) * source.stride + chunk * kChunkElements;
+      for (int i = 0; i < Tile::kRows; i += kRowsAtOnce) {
+        copy_unaligned(to + i * Tile::kRowBytes + (((chunk ^ (r + i)) & 7) << 4), from,
+                       i < valid_rows ? rows_.head_dim - chunk * kChunkElements : 0);
+        from += kRowsAtOnce * rows_.stride;
+      }
+    }
+  }
+
+ private:
+  // 16 bytes in pieces, of which the first `count` elements count: rare, so this is kept small rather than
+  // fast.
+  __device__ __forceinline__ void copy_unaligned(uint32_t to, const Element* from, int count) const {
 #pragma unroll 1
     for (int word = 0; word < 4; ++word) {
-      const int column = chunk * kChunkElements + word * (kChunkElements / 4);
-      const Element* word_from = from + word * (kChunkElements / 4);
-      if (source.copy_bytes == 4) {
-        const bool valid = row + r < row_limit && column < source.head_dim;
-        ptx::copy_async<4>(to + 4 * word, valid ? word_from : source.data, valid);
+      const int first = word * (kChunkElements / 4);
+      if (rows_.copy_bytes == 4) {
+        ptx::copy_async<4>(to + 4 * word, from + first, first < count);
       } else {
-        const uint16_t* halves = reinterpret_cast<const uint16_t*>(word_from);
-        uint32_t value = 0;
-        if (row + r < row_limit && column < source.head_dim) value = halves[0];
-        if (row + r < row_limit && column + 1 < source.head_dim) value |= uint32_t{halves[1]} << 16;
+        const uint16_t* halves = reinterpret_cast<const uint16_t*>(from + first);
+        uint32_t value = first < count ? halves[0] : 0;
+        if (first + 1 < count) value |= uint32_t{halves[1]} << 16;
         ptx::store_shared(to + 4 * word, value);
       }
     }
   }
-}
+
+  const HeadRows& rows_;
+  const Element* from_;  // this thread's first chunk of the tile
+};
 
 }  // namespace jax_flash::cuda::sm80
