@@ -61,36 +61,26 @@ __device__ __forceinline__ void store_shared(uint32_t shared, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
 }
 
-// Adds to global memory where `valid`, without waiting for the result: kCount neighbours in one instruction
-// where the chip has it (compute capability 9.0). The address is aligned to 4 * kCount bytes.
+// Adds to global memory without waiting for the result: kCount neighbours in one instruction where the chip
+// has it (compute capability 9.0). The address is aligned to 4 * kCount bytes.
 template <int kCount>
-__device__ __forceinline__ void reduce_add(float* global, const float (&value)[kCount], bool valid) {
+__device__ __forceinline__ void reduce_add(float* global, const float (&value)[kCount]) {
   static_assert(kCount == 1 || kCount == 2 || kCount == 4);
-  const int predicate = valid;
 #if __CUDA_ARCH__ >= 900
   if constexpr (kCount == 4) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\n@p red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}" ::"l"(
-            global),
-        "f"(value[0]), "f"(value[1]), "f"(value[2]), "f"(value[3]), "r"(predicate)
-        : "memory");
-  } else if constexpr (kCount == 2) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\n@p red.global.add.v2.f32 [%0], {%1, %2};\n}" ::"l"(global),
-        "f"(value[0]), "f"(value[1]), "r"(predicate)
-        : "memory");
-  } else {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p red.global.add.f32 [%0], %1;\n}" ::"l"(global),
-                 "f"(value[0]), "r"(predicate)
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(value[0]), "f"(value[1]),
+                 "f"(value[2]), "f"(value[3])
                  : "memory");
+  } else if constexpr (kCount == 2) {
+    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(global), "f"(value[0]), "f"(value[1])
+                 : "memory");
+  } else {
+    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(global), "f"(value[0]) : "memory");
   }
 #else
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p red.global.add.f32 [%0], %1;\n}" ::"l"(global + i),
-        "f"(value[i]), "r"(predicate)
-        : "memory");
+    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(global + i), "f"(value[i]) : "memory");
   }
 #endif
 }

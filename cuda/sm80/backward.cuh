@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   float* gDq = arguments.dq_accum + (q_row0 + m_begin + dq_row + lane_id() / 4) * dq_stride +
                int64_t{first_head} * head_dim + dq_column;
   // Every run of this warp's columns lies within head_dim and is aligned.
-  const bool dq_whole = dq_column + kDqColumns <= head_dim && head_dim % kRunColumns<Arithmetic> == 0;
+  const bool dq_columns_whole = dq_column + kDqColumns <= head_dim && head_dim % kRunColumns<Arithmetic> == 0;
   uint32_t stage = 0;
   int m_start = m_begin;
 #pragma unroll 1
@@ -198,6 +198,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
         dv, MnMajorA<Arithmetic, ScoreTile, kDkvRows / 16>(sP, dkv_row),
         MnMajorB<Arithmetic, QTile>(sDout, dkv_column));
 
+    // ---- dk += ds^T q ----
+    multiply_add<Arithmetic, kBlockM / kStepK<Arithmetic>>(
+        dk, MnMajorA<Arithmetic, ScoreTile, kDkvRows / 16>(sDs, dkv_row),
+        MnMajorB<Arithmetic, QTile>(sQ, dkv_column));
+
     // ---- dq += ds k ----
     if (arguments.dq_accum) {
       float dq[kDqRows / 16][kDqColumns / 8][4];
@@ -205,39 +210,34 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       multiply_add<Arithmetic, kBlockN / kStepK<Arithmetic>>(
           dq, KMajorA<Arithmetic, ScoreTile, kDqRows / 16>(sDs, dq_row),
           MnMajorB<Arithmetic, KvTile>(sK, dq_column));
-      // No branches around the additions: a warp would wait at each for those before it to leave.
-      auto add = [&](auto whole) {
+      // A branch around an addition would wait for those before it to leave, so whole tiles have none.
+      auto add = [&]<bool kWhole>(std::bool_constant<kWhole>) {
 #pragma unroll
         for (int mt = 0; mt < kDqRows / 16; ++mt) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const bool valid = m_start + dq_row + accumulator_row(mt, h) < mask.q_length;
+            const bool row_valid = kWhole || m_start + dq_row + accumulator_row(mt, h) < mask.q_length;
             float* gRow = gDq + (16 * mt + 8 * h) * dq_stride;
             for_each_run<Arithmetic>(dq, mt, h, [&](int column, const auto& values) {
-              if constexpr (whole.value) {
-                ptx::reduce_add(gRow + column, values, valid);
+              if constexpr (kWhole) {
+                ptx::reduce_add(gRow + column, values);
               } else {
 #pragma unroll
                 for (int i = 0; i < kRunColumns<Arithmetic>; ++i) {
-                  const bool inside = dq_column + column + i < head_dim;
-                  ptx::reduce_add(gRow + column + i, {values[i]}, valid && inside);
+                  const bool valid = row_valid && dq_column + column + i < head_dim;
+                  if (valid) ptx::reduce_add(gRow + column + i, {values[i]});
                 }
               }
             });
           }
         }
       };
-      if (dq_whole) {
+      if (dq_columns_whole && m_start + kBlockM <= mask.q_length) {
         add(std::true_type());
       } else {
         add(std::false_type());
       }
     }
-
-    // ---- dk += ds^T q ----
-    multiply_add<Arithmetic, kBlockM / kStepK<Arithmetic>>(
-        dk, MnMajorA<Arithmetic, ScoreTile, kDkvRows / 16>(sDs, dkv_row),
-        MnMajorB<Arithmetic, QTile>(sQ, dkv_column));
 
     if (stage_step == 0) {
       __syncthreads();
