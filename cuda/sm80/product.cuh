@@ -66,14 +66,19 @@ struct Fragment<tf32, kRegisters> {
 
 template <int kRegisters>
 struct Fragment<tf32x3, kRegisters> {
-  uint32_t high[kRegisters];
-  uint32_t low[kRegisters];
+  uint32_t high[kRegisters];    // the 11 leading bits, rounded
+  uint32_t finite[kRegisters];  // high, but 0 for infinity and NaN
+  uint32_t low[kRegisters];  // what remains, exactly, of which the product uses 11 bits of 12; 0 for infinity
+                             // and NaN
 
-  // high: 11 bits, the leading ones rounded; low: what remains, exactly, of which the product uses 11 bits
-  // of 12.
+  // Infinity must meet the other operand once, in high * high: infinity * low may be NaN, or of the other
+  // sign.
   __device__ __forceinline__ void set(int i, uint32_t loaded) {
     high[i] = round_to_tf32(loaded) & 0xffffe000;
-    low[i] = __float_as_uint(__uint_as_float(loaded) - __uint_as_float(high[i]));
+    const float h = __uint_as_float(high[i]);
+    const bool is_finite = fabsf(h) < INFINITY;
+    finite[i] = is_finite ? high[i] : 0;
+    low[i] = is_finite ? __float_as_uint(__uint_as_float(loaded) - h) : 0;
   }
 };
 
@@ -100,8 +105,8 @@ __device__ __forceinline__ void mma(float (&d)[4], const Fragment<tf32, 4>& a, c
 // The small terms first: added to a large sum they would lose bits. low * low is below float32's precision.
 __device__ __forceinline__ void mma(float (&d)[4], const Fragment<tf32x3, 4>& a,
                                     const Fragment<tf32x3, 2>& b) {
-  ptx::mma_tf32(d, a.low, b.high);
-  ptx::mma_tf32(d, a.high, b.low);
+  ptx::mma_tf32(d, a.low, b.finite);
+  ptx::mma_tf32(d, a.finite, b.low);
   ptx::mma_tf32(d, a.high, b.high);
 }
 
