@@ -66,21 +66,21 @@ std::string describe(cudaError_t error) {
 
 std::string run_kernel(Direction direction, const AttentionParams& params, const LaunchContext& context) {
   const int64_t head_dim = std::max(params.head_dim, params.head_dim_v);
-  int64_t kernel_head_dim = 0;  // the smallest that is compiled and suffices
+  int64_t kernel_head_dim = 0, largest = 0;  // the smallest that suffices, the largest of all
   for (const Kernel& kernel : kKernels) {
     if (kernel.direction != direction || kernel.arithmetic != arithmetic_of(params)) continue;
+    largest = std::max(largest, kernel.head_dim);
     if (kernel_head_dim == 0 && head_dim <= kernel.head_dim) kernel_head_dim = kernel.head_dim;
     if (kernel.head_dim != kernel_head_dim) continue;
     const cudaError_t error = kernel.run(params, context);
     if (error != kDoesNotFit) return describe(error);
   }
-  if (kernel_head_dim != 0) {
-    return "jax_flash: head_dim " + std::to_string(head_dim) +
-           " in this dtype needs more shared memory than the " +
-           std::to_string(context.shared_memory_per_block / 1024) +
-           " KB that a block has on this GPU; implementation=\"xla\" has no such limit.";
-  }
-  return "jax_flash: no CUDA kernel was compiled for head_dim " + std::to_string(head_dim) +
+  const std::string refusal =
+      kernel_head_dim == 0
+          ? "the CUDA kernels of this build have head_dim up to " + std::to_string(largest)
+          : "a kernel for this head_dim and dtype needs more shared memory than the " +
+                std::to_string(context.shared_memory_per_block / 1024) + " KB that a block has on this GPU";
+  return "jax_flash: " + refusal + ", got head_dim " + std::to_string(head_dim) +
          "; implementation=\"xla\" has no such limit.";
 }
 

@@ -88,7 +88,7 @@ CASES = [
         s=200,
         local_window_size=(50, 9),
         is_causal=True,
-        query_offset=(100, 31),
+        query_offset=(100, 30),
     ),
     _case("soft cap", logits_soft_cap=2.0),
     _case("soft cap, causal", logits_soft_cap=15.0, is_causal=True, magnitude=8.0),

@@ -29,11 +29,11 @@ KINDS = {
 
 
 @functools.cache
-def exact(case: Case, dtype: str, rounding: str | None = None) -> oracle.Result:
-    """The exact result of a row (of its inputs in `dtype`), or with `rounding` the naive one."""
+def exact(case: Case, dtype: str, naive: str | None = None) -> oracle.Result:
+    """The exact result of a row (of its inputs in `dtype`), or with `naive` what that arithmetic makes of it."""
     options = case.static | case.operands
-    if rounding is not None:
-        options["rounding"] = oracle.rounding_of(rounding)
+    if naive is not None:
+        options["arithmetic"] = oracle.arithmetic_of(naive)
     return oracle.attention(*case.inputs(DTYPES[dtype]), **options)
 
 

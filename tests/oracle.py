@@ -1,7 +1,7 @@
 """Attention and its gradients in plain numpy float64: the independent answer that every backend is judged by.
 
-`rounding` is applied to every intermediate result: with the rounding of a 16-bit type this is the same
-arithmetic done naively in that type, the baseline of the closeness rule.
+With the rounding of a 16-bit type after every step this is the same arithmetic done naively in that type, the
+baseline of the closeness rule; with that of TF32 before every product it is what tensor cores make of float32.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,19 @@ def to_tfloat32(x: np.ndarray) -> np.ndarray:
     return np.ldexp(np.round(fraction * 2**11), exponent - 11)
 
 
-def rounding_of(kind: str) -> Rounding:
-    """The rounding to "float16", "bfloat16" or "tfloat32"."""
+class Arithmetic(NamedTuple):
+    """What is rounded: each step's result, and what a product is made of."""
+
+    result: Rounding = lambda x: x
+    operand: Rounding = lambda x: x
+
+
+def arithmetic_of(kind: str) -> Arithmetic:
+    """Naive arithmetic in "float16", "bfloat16" or "tfloat32"."""
     if kind == "tfloat32":
-        return to_tfloat32
+        return Arithmetic(operand=to_tfloat32)
     dtype = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[kind]
-    return lambda x: x.astype(dtype).astype(np.float64)
+    return Arithmetic(result=lambda x: x.astype(dtype).astype(np.float64))
 
 
 class Result(NamedTuple):
@@ -85,7 +92,7 @@ def attention(
     logits_soft_cap: float | None = None,
     bias: Any = None,
     sinks: Any = None,
-    rounding: Rounding = lambda x: x,
+    arithmetic: Arithmetic = Arithmetic(),  # noqa: B008  (immutable)
     precision: Any = None,
     deterministic: bool = False,
     **mask_options: Any,
@@ -101,9 +108,13 @@ def attention(
     k, v = (np.repeat(x, group, axis=1) for x in (k, v))
     scale = head_dim**-0.5 if scale is None else scale
     seen = visible(batch, seqlen_q, seqlen_kv, **mask_options)
+    rounding, operand = arithmetic
+
+    def product(a, b):
+        return _product(operand(a), operand(b))
 
     with np.errstate(all="ignore"):
-        s = rounding(scale * rounding(q @ k.swapaxes(-1, -2)))
+        s = rounding(scale * rounding(operand(q) @ operand(k).swapaxes(-1, -2)))
         if bias is not None:
             s = rounding(s + np.asarray(bias).astype(np.float64))
         slope = 1.0
@@ -121,7 +132,7 @@ def attention(
         lse = top + np.log(total)
         p = rounding(e / np.where(total == 0, 1.0, total))
         # A key that is not seen has no part in the row, whatever its value: 0 * NaN would be NaN.
-        out = rounding(_product(p, v))
+        out = rounding(product(p, v))
         if dout is None:
             return Result(_heads_last(out), _heads_last(lse)[..., 0])
 
@@ -132,11 +143,11 @@ def attention(
             else np.moveaxis(np.asarray(dlse, np.float64), 2, 1)[..., None]
         )
         delta = (dout * out).sum(-1, keepdims=True) - np.where(np.isfinite(lse), dlse, 0.0)
-        ds = np.where(seen, p * (rounding(dout @ v.swapaxes(-1, -2)) - delta) * slope, 0.0)
+        ds = np.where(seen, p * (rounding(operand(dout) @ operand(v).swapaxes(-1, -2)) - delta) * slope, 0.0)
         ds = rounding(ds)
-        dq = rounding(scale * _product(ds, k))
-        dk = scale * _product(ds.swapaxes(-1, -2), q)
-        dv = _product(p.swapaxes(-1, -2), dout)
+        dq = rounding(scale * product(ds, k))
+        dk = scale * product(ds.swapaxes(-1, -2), q)
+        dv = product(p.swapaxes(-1, -2), dout)
         dk, dv = (
             rounding(x.reshape(batch, num_kv_heads, group, seqlen_kv, x.shape[-1]).sum(2)) for x in (dk, dv)
         )

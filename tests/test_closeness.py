@@ -10,12 +10,12 @@ Q, K, V = (rng.standard_normal((1, 96, 2, 32)) for _ in range(3))
 
 
 def attention(kind: str, **changes) -> dict[str, np.ndarray]:
-    rounding = oracle.rounding_of(kind)
-    q, k, v = (rounding(x) for x in (Q, K, V))
-    options = dict(want={}, naive=dict(rounding=rounding))
+    arithmetic = oracle.arithmetic_of(kind)
+    q, k, v = (arithmetic.operand(arithmetic.result(x)) for x in (Q, K, V))
+    options = dict(want={}, naive=dict(arithmetic=arithmetic))
     results = {name: oracle.attention(q, k, v, **more).out for name, more in options.items()}
     inputs = changes.pop("inputs", (q, k, v))
-    return results | {"got": rounding(oracle.attention(*inputs, **changes).out)}
+    return results | {"got": arithmetic.result(oracle.attention(*inputs, **changes).out)}
 
 
 def changed(x: np.ndarray, where: tuple, value: float) -> np.ndarray:

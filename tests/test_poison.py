@@ -75,7 +75,7 @@ def test_beyond_the_lengths_nothing_leaks_into_unordered_sums(poison, cuda):
     operands = {name: np.array(x, np.int32) for name, x in LENGTHS.items()}
     inputs = arrays("bfloat16")
     want = oracle.attention(*inputs, **operands)
-    naive = oracle.attention(*inputs, **operands, rounding=oracle.rounding_of("bfloat16"))
+    naive = oracle.attention(*inputs, **operands, arithmetic=oracle.arithmetic_of("bfloat16"))
     for b in range(4):
         for x in (inputs[0], inputs[3], inputs[4]):
             x[b, LENGTHS["query_seq_lengths"][b] :] = poison

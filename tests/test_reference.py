@@ -134,7 +134,7 @@ def test_float32_bias_on_16_bit_inputs(dtype):
     assert dbias.dtype == np.float32
     want, naive = (
         oracle.attention(q, k, v, bias=bias, **more).out
-        for more in ({}, {"rounding": oracle.rounding_of(dtype)})
+        for more in ({}, {"arithmetic": oracle.arithmetic_of(dtype)})
     )
     assert_close(out, want, dtype, num_keys=9, naive=naive)
 
