@@ -29,4 +29,10 @@ struct tf32x3 {
   using Element = float;
 };
 
+// tf32x3, in which an infinite operand gives what float32 gives: 20 % slower. Infinite inputs have defined
+// outputs, but their gradients are NaN anyway.
+struct tf32x3_infinity {
+  using Element = float;
+};
+
 }  // namespace jax_flash::cuda

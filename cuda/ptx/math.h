@@ -1,6 +1,7 @@
-// Approximate functions and conversions, one instruction each.
+// Approximate functions and conversions, an instruction or two each.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 namespace jax_flash::cuda::ptx {
@@ -16,6 +17,13 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// x such that the tensor core, which ignores the 13 low bits, sees it rounded to TF32: to nearest, ties away
+// from zero. NaN and infinity keep their bits: half added to a NaN of all ones would carry over to -0.
+// (cvt.rna.tf32 is the same with one instruction more, to clear the low bits.)
+__device__ __forceinline__ uint32_t round_to_tf32(uint32_t x) {
+  return fabsf(__uint_as_float(x)) < INFINITY ? x + 0x1000 : x;
 }
 
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {

@@ -57,6 +57,13 @@ __device__ __forceinline__ void load_shared_x4(uint32_t (&r)[4], uint32_t shared
                : "memory");
 }
 
+// 16 bytes. Address aligned to 16 bytes.
+__device__ __forceinline__ void store_shared_x4(uint32_t shared, const uint32_t (&r)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]), "r"(r[1]), "r"(r[2]),
+               "r"(r[3])
+               : "memory");
+}
+
 __device__ __forceinline__ void store_shared(uint32_t shared, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
 }

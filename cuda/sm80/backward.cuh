@@ -45,9 +45,10 @@ struct BackwardConfig {
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kThreads = 32 * kTile.warps;
   using QTile = SharedTile<Arithmetic, kBlockM, kHeadDim>;
-  using KvTile = SharedTile<Arithmetic, kBlockN, kHeadDim>;
+  using KvTile = SharedTile<Arithmetic, kBlockN, kHeadDim, /*kRounded=*/true>;
   // Rows of at least 128 bytes.
-  using ScoreTile = SharedTile<Arithmetic, kBlockM, std::max(kBlockN, 128 / int{sizeof(Element)})>;
+  using ScoreTile =
+      SharedTile<Arithmetic, kBlockM, std::max(kBlockN, 128 / int{sizeof(Element)}), /*kRounded=*/true>;
   static constexpr int shared_bytes(int stages) {
     return 2 * KvTile::kBytes + 2 * stages * QTile::kBytes + 2 * ScoreTile::kBytes;
   }
@@ -141,6 +142,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     KvLoader(arguments.k, kv_row0 + n_start, kv_head).load(sK, n_start, mask.kv_length);
     KvLoader(arguments.v, kv_row0 + n_start, kv_head).load(sV, n_start, mask.kv_length);
     load_next();
+    ptx::copy_async_wait<0>();
+    KvLoader::round(sK);
+    KvLoader::round(sV);
   }
 
   // float32 dq is summed where it is wanted, so its scale goes into ds; 16-bit ds would lose small values by
@@ -194,12 +198,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     __syncthreads();
 
     // ---- dv += p^T dout ----
-    multiply_add<Arithmetic, kBlockM / kStepK<Arithmetic>>(
+    multiply_add<Arithmetic, kBlockM / kStepK<Arithmetic>, /*kLongSum=*/true>(
         dv, MnMajorA<Arithmetic, ScoreTile, kDkvRows / 16>(sP, dkv_row),
         MnMajorB<Arithmetic, QTile>(sDout, dkv_column));
 
     // ---- dk += ds^T q ----
-    multiply_add<Arithmetic, kBlockM / kStepK<Arithmetic>>(
+    multiply_add<Arithmetic, kBlockM / kStepK<Arithmetic>, /*kLongSum=*/true>(
         dk, MnMajorA<Arithmetic, ScoreTile, kDkvRows / 16>(sDs, dkv_row),
         MnMajorB<Arithmetic, QTile>(sQ, dkv_column));
 

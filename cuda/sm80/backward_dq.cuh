@@ -33,7 +33,7 @@ struct BackwardDqConfig {
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kThreads = 32 * kTile.warps;
   static constexpr int kWarpRows = kBlockM / kTile.warps;
-  using QTile = SharedTile<Arithmetic, kBlockM, kHeadDim>;
+  using QTile = SharedTile<Arithmetic, kBlockM, kHeadDim, /*kRounded=*/true>;
   using KvTile = SharedTile<Arithmetic, kBlockN, kHeadDim>;
   static constexpr int kSharedBytes = 2 * QTile::kBytes + 2 * kStages * KvTile::kBytes;
 };
@@ -92,6 +92,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     QLoader(arguments.q, q_row0 + m_start, head).load(sQ, m_start, mask.q_length);
     QLoader(arguments.dout, q_row0 + m_start, head).load(sDout, m_start, mask.q_length);
     load_item(0);
+    ptx::copy_async_wait<0>();
+    QLoader::round(sQ);
+    QLoader::round(sDout);
   }
 
   const int warp_row = threadIdx.x / 32 * kWarpRows;
@@ -131,8 +134,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       // ---- dq += ds k ----
       RegisterA<Arithmetic, kMTiles, kNTiles> ds_operand;
       ds_operand.set(ds);
-      multiply_add<Arithmetic, kBlockN / kStepK<Arithmetic>>(dq, ds_operand,
-                                                             MnMajorB<Arithmetic, KvTile>(sK, 0));
+      multiply_add<Arithmetic, kBlockN / kStepK<Arithmetic>, /*kLongSum=*/true>(
+          dq, ds_operand, MnMajorB<Arithmetic, KvTile>(sK, 0));
     }
     if constexpr (kStages == 1) {
       __syncthreads();

@@ -5,6 +5,8 @@
 // its largest score, first. Keys and values come through one ring of buffers in the order k, v, k, v, ...
 #pragma once
 
+#include <type_traits>
+
 #include "arithmetic.h"
 #include "launch.h"
 #include "mask.cuh"
@@ -35,7 +37,7 @@ struct ForwardConfig {
   static constexpr int kThreads = 32 * kTile.warps;
   static constexpr int kWarpRows = kBlockM / kTile.warps;
   static_assert(kStages % 2 == 0, "the item loaded behind keys is values");
-  using QTile = SharedTile<Arithmetic, kBlockM, kHeadDim>;
+  using QTile = SharedTile<Arithmetic, kBlockM, kHeadDim, /*kRounded=*/true>;
   using KvTile = SharedTile<Arithmetic, kBlockN, kHeadDim>;
   static constexpr int kSharedBytes = QTile::kBytes + kStages * KvTile::kBytes;
 };
@@ -44,6 +46,7 @@ template <class Arithmetic, int kHeadDim, class Config = ForwardConfig<Arithmeti
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     forward_kernel(const __grid_constant__ ForwardArguments arguments) {
   using Element = typename Config::Element;
+  using Products = std::conditional_t<std::is_same_v<Arithmetic, tf32x3>, tf32x3_infinity, Arithmetic>;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kStages = Config::kStages;
@@ -75,6 +78,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int num_items = 2 * (n_end - n_begin);
   const int last_row = (n_end - 1) * kBlockN;
   using KvLoader = TileLoader<kThreads, KvTile>;
+  using QLoader = TileLoader<kThreads, QTile>;
   const int64_t kv_row0 = batch * params.seqlen_kv;
   KvLoader k_loader(arguments.k, kv_row0 + last_row, kv_head),
       v_loader(arguments.v, kv_row0 + last_row, kv_head);
@@ -92,15 +96,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   };
 
   if (num_items > 0) {
-    TileLoader<kThreads, QTile>(arguments.q, int64_t{batch} * seqlen_q + m_start, head)
-        .load(sQ, m_start, mask.q_length);
+    QLoader(arguments.q, int64_t{batch} * seqlen_q + m_start, head).load(sQ, m_start, mask.q_length);
   }
 #pragma unroll
   for (int item = 0; item < kStages - 1; ++item) load_item(item, item % 2 ? v_loader : k_loader);
 
+  if (num_items > 0) {
+    ptx::copy_async_wait<kStages - 2>();
+    QLoader::round(sQ);
+  }
+
   const int warp_row = threadIdx.x / 32 * kWarpRows;
   const int warp_m = m_start + warp_row;
-  const KMajorA<Arithmetic, QTile, kMTiles> q(sQ, warp_row);
+  const KMajorA<Products, QTile, kMTiles> q(sQ, warp_row);
   float out[kMTiles][kOutTiles][4];
   clear(out);
   OnlineSoftmax<kMTiles> softmax;
@@ -109,7 +117,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   for (int item = 0; item < num_items; item += 2) {
     const int n_start = last_row - item / 2 * kBlockN;
     const bool hidden = mask.hides(warp_m, kWarpRows, n_start, kBlockN);
-    RegisterA<Arithmetic, kMTiles, kNTiles> p;
+    RegisterA<Products, kMTiles, kNTiles> p;
 
     // ---- scores = q k^T ----
     wait_item();
@@ -117,8 +125,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     if (!hidden) {
       float scores[kMTiles][kNTiles][4];
       clear(scores);
-      multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
-          scores, q, KMajorB<Arithmetic, KvTile>(sKv(item % kStages), 0));
+      multiply_add<Products, kHeadDim / kStepK<Arithmetic>>(
+          scores, q, KMajorB<Products, KvTile>(sKv(item % kStages), 0));
 
       // ---- Mask, softmax ----
       transform_scores(scores, arguments.logit);
@@ -132,8 +140,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     wait_item();
     load_item(item + kStages, k_loader);
     if (!hidden) {
-      multiply_add<Arithmetic, kBlockN / kStepK<Arithmetic>>(
-          out, p, MnMajorB<Arithmetic, KvTile>(sKv((item + 1) % kStages), 0));
+      multiply_add<Products, kBlockN / kStepK<Products>, /*kLongSum=*/true>(
+          out, p, MnMajorB<Products, KvTile>(sKv((item + 1) % kStages), 0));
     }
   }
 

@@ -50,44 +50,36 @@ struct Fragment {
   uint32_t value[kRegisters];
 };
 
-// x such that the tensor core, which ignores the 13 low bits, sees it rounded: increased by 0.35 to 0.7 of
-// what those bits count for, 0.5 on average. That is one multiplication, unbiased, exact where those bits are
-// 0, and keeps NaN and infinity; adding half (cvt.rna) takes three instructions for 4 % less error.
-__device__ __forceinline__ uint32_t round_to_tf32(uint32_t x) {
-  return __float_as_uint(__uint_as_float(x) * (1 + 0.7f / 2048));
-}
-
-template <int kRegisters>
-struct Fragment<tf32, kRegisters> {
-  uint32_t value[kRegisters];
-
-  __device__ __forceinline__ void set(int i, uint32_t loaded) { value[i] = round_to_tf32(loaded); }
-};
-
 template <int kRegisters>
 struct Fragment<tf32x3, kRegisters> {
-  uint32_t high[kRegisters];    // the 11 leading bits, rounded
-  uint32_t finite[kRegisters];  // high, but 0 for infinity and NaN
-  uint32_t low[kRegisters];  // what remains, exactly, of which the product uses 11 bits of 12; 0 for infinity
-                             // and NaN
-
-  // Infinity must meet the other operand once, in high * high: infinity * low may be NaN, or of the other
-  // sign.
-  __device__ __forceinline__ void set(int i, uint32_t loaded) {
-    high[i] = round_to_tf32(loaded) & 0xffffe000;
-    const float h = __uint_as_float(high[i]);
-    const bool is_finite = fabsf(h) < INFINITY;
-    finite[i] = is_finite ? high[i] : 0;
-    low[i] = is_finite ? __float_as_uint(__uint_as_float(loaded) - h) : 0;
-  }
+  uint32_t high[kRegisters];  // the 11 leading bits, rounded
+  uint32_t low[kRegisters];   // what remains, exactly, of which the product uses 11 bits of 12
 };
 
-template <class Arithmetic, int kRegisters>
+template <int kRegisters>
+struct Fragment<tf32x3_infinity, kRegisters> {
+  uint32_t high[kRegisters];
+  uint32_t low[kRegisters];     // 0 for infinity and NaN
+  uint32_t finite[kRegisters];  // high, but 0 for infinity and NaN
+};
+
+// Register i from memory. kRounded: it is rounded to TF32 already.
+template <bool kRounded, class Arithmetic, int kRegisters>
 __device__ __forceinline__ void set(Fragment<Arithmetic, kRegisters>& fragment, int i, uint32_t loaded) {
   if constexpr (kIs16Bit<Arithmetic>) {
     fragment.value[i] = loaded;
+  } else if constexpr (std::is_same_v<Arithmetic, tf32>) {
+    fragment.value[i] = kRounded ? loaded : ptx::round_to_tf32(loaded);
   } else {
-    fragment.set(i, loaded);
+    // Rounded up to twice too far, but within the 11 bits, which is all that a split needs: one instruction,
+    // and an infinity stays one.
+    fragment.high[i] = __float_as_uint(__uint_as_float(loaded) * (1 + 0.7f / 2048)) & 0xffffe000;
+    fragment.low[i] = __float_as_uint(__uint_as_float(loaded) - __uint_as_float(fragment.high[i]));
+    if constexpr (std::is_same_v<Arithmetic, tf32x3_infinity>) {
+      const bool is_finite = fabsf(__uint_as_float(fragment.high[i])) < INFINITY;
+      fragment.finite[i] = is_finite ? fragment.high[i] : 0;
+      fragment.low[i] = is_finite ? fragment.low[i] : 0;
+    }
   }
 }
 
@@ -105,6 +97,13 @@ __device__ __forceinline__ void mma(float (&d)[4], const Fragment<tf32, 4>& a, c
 // The small terms first: added to a large sum they would lose bits. low * low is below float32's precision.
 __device__ __forceinline__ void mma(float (&d)[4], const Fragment<tf32x3, 4>& a,
                                     const Fragment<tf32x3, 2>& b) {
+  ptx::mma_tf32(d, a.low, b.high);
+  ptx::mma_tf32(d, a.high, b.low);
+  ptx::mma_tf32(d, a.high, b.high);
+}
+// Infinity meets the other operand once: infinity * low may be NaN, or of the other sign.
+__device__ __forceinline__ void mma(float (&d)[4], const Fragment<tf32x3_infinity, 4>& a,
+                                    const Fragment<tf32x3_infinity, 2>& b) {
   ptx::mma_tf32(d, a.low, b.finite);
   ptx::mma_tf32(d, a.finite, b.low);
   ptx::mma_tf32(d, a.high, b.high);
@@ -127,7 +126,7 @@ struct KMajorA {
       uint32_t r[4];
       ptx::load_matrix_x4(r, Tile::moved(lane_base, 16 * mt, 2 * step));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) set(a[mt], i, r[i]);
+      for (int i = 0; i < 4; ++i) set<Tile::kRounded>(a[mt], i, r[i]);
     }
   }
 };
@@ -161,10 +160,10 @@ struct MnMajorA {
       ptx::load_shared_x4(odd, Tile::moved(lane_base_odd, 8 * step, 0));
 #pragma unroll
       for (int mt = 0; mt < kMTiles; ++mt) {
-        set(a[mt], 0, even[2 * mt]);
-        set(a[mt], 1, even[2 * mt + 1]);
-        set(a[mt], 2, odd[2 * mt]);
-        set(a[mt], 3, odd[2 * mt + 1]);
+        set<Tile::kRounded>(a[mt], 0, even[2 * mt]);
+        set<Tile::kRounded>(a[mt], 1, even[2 * mt + 1]);
+        set<Tile::kRounded>(a[mt], 2, odd[2 * mt]);
+        set<Tile::kRounded>(a[mt], 3, odd[2 * mt + 1]);
       }
     }
   }
@@ -199,7 +198,7 @@ struct RegisterA {
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sm80::set(a[mt], i, value[step][mt][i]);
+      for (int i = 0; i < 4; ++i) sm80::set<false>(a[mt], i, value[step][mt][i]);
     }
   }
 };
@@ -222,7 +221,7 @@ struct KMajorB {
     uint32_t r[4];
     ptx::load_matrix_x4(r, Tile::moved(lane_base, 16 * group, 2 * step));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) set(b[i / 2], i % 2, r[i]);
+    for (int i = 0; i < 4; ++i) set<Tile::kRounded>(b[i / 2], i % 2, r[i]);
   }
 };
 
@@ -255,8 +254,8 @@ struct MnMajorB {
       ptx::load_shared_x4(odd, Tile::moved(lane_base_odd, 8 * step, 8 * group));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        set(b[i], 0, even[i]);
-        set(b[i], 1, odd[i]);
+        set<Tile::kRounded>(b[i], 0, even[i]);
+        set<Tile::kRounded>(b[i], 1, odd[i]);
       }
     }
   }
@@ -266,9 +265,15 @@ struct MnMajorB {
 // -------------------------------------------------------------------------------------------------
 
 // acc[16 kMTiles, 8 kNTiles] += a b over kSteps steps of kStepK.
-template <class Arithmetic, int kSteps, int kMTiles, int kNTiles, class A, class B>
+//
+// kLongSum: the sum goes on over many calls. Tensor cores round it towards zero at each instruction, which
+// over 131,072 rows adds up to a part in 1,000: what is meant to be as exact as float32 is added outside of
+// them.
+template <class Arithmetic, int kSteps, bool kLongSum = false, int kMTiles, int kNTiles, class A, class B>
 __device__ __forceinline__ void multiply_add(float (&acc)[kMTiles][kNTiles][4], const A& a, const B& b) {
   static_assert(kNTiles % B::kTiles == 0);
+  constexpr bool kAddOutside =
+      kLongSum && (std::is_same_v<Arithmetic, tf32x3> || std::is_same_v<Arithmetic, tf32x3_infinity>);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     Fragment<Arithmetic, 4> a_fragment[kMTiles];
@@ -280,8 +285,17 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kMTiles][kNTiles][4], 
 #pragma unroll
       for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
-        for (int i = 0; i < B::kTiles; ++i)
-          mma(acc[mt][group * B::kTiles + i], a_fragment[mt], b_fragment[i]);
+        for (int i = 0; i < B::kTiles; ++i) {
+          float (&sum)[4] = acc[mt][group * B::kTiles + i];
+          if constexpr (kAddOutside) {
+            float term[4] = {};
+            mma(term, a_fragment[mt], b_fragment[i]);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sum[j] += term[j];
+          } else {
+            mma(sum, a_fragment[mt], b_fragment[i]);
+          }
+        }
       }
     }
   }
@@ -372,7 +386,9 @@ __device__ __forceinline__ void store_accumulators(Tile tile, int row, int colum
         } else {
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            ptx::store_shared(Tile::moved(lane_base, 16 * mt + 8 * h, 2 * nt + c), __float_as_uint(pair[c]));
+            const uint32_t x = __float_as_uint(pair[c]);
+            ptx::store_shared(Tile::moved(lane_base, 16 * mt + 8 * h, 2 * nt + c),
+                              std::is_same_v<Arithmetic, tf32> ? ptx::round_to_tf32(x) : x);
           }
         }
       }

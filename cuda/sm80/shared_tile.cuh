@@ -6,18 +6,25 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "arithmetic.h"
+#include "ptx/math.h"
 #include "ptx/memory.h"
 
 namespace jax_flash::cuda::sm80 {
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
 
-template <class Arithmetic, int kRows_, int kCols>
+//
+// kRounded: where products are formed in TF32, the tile's elements have been rounded to it once, by whoever
+// wrote them, instead of each time they are read.
+template <class Arithmetic_, int kRows_, int kCols, bool kRounded_ = false>
 struct SharedTile {
+  using Arithmetic = Arithmetic_;
   using Element = typename Arithmetic::Element;
   static constexpr int kRows = kRows_;
+  static constexpr bool kRounded = kRounded_;
   static constexpr int kRowBytes = kCols * int{sizeof(Element)};
   static constexpr int kBytes = kRows * kRowBytes;
   static_assert(kRowBytes % 128 == 0);
@@ -97,6 +104,24 @@ class TileLoader {
         copy_unaligned(to + i * Tile::kRowBytes + (((chunk ^ (r + i)) & 7) << 4), from,
                        i < valid_rows ? rows_.head_dim - chunk * kChunkElements : 0);
         from += kRowsAtOnce * rows_.stride;
+      }
+    }
+  }
+
+  // Rounds what this thread has copied, once that has come and before other threads read it.
+  __device__ __forceinline__ static void round(Tile tile) {
+    static_assert(Tile::kRounded);
+    if constexpr (std::is_same_v<typename Tile::Arithmetic, tf32>) {
+      const int r = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+      const uint32_t base = tile.base + r * Tile::kRowBytes + (chunk & ~7) * 16;
+#pragma unroll 4
+      for (int i = 0; i < Tile::kRows; i += kRowsAtOnce) {
+        const uint32_t address = base + i * Tile::kRowBytes + (((chunk ^ (r + i)) & 7) << 4);
+        uint32_t x[4];
+        ptx::load_shared_x4(x, address);
+#pragma unroll
+        for (uint32_t& y : x) y = ptx::round_to_tf32(y);
+        ptx::store_shared_x4(address, x);
       }
     }
   }
