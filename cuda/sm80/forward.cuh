@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     if (!hidden) {
       float scores[kMTiles][kNTiles][4];
       clear(scores);
-      multiply_add<Products, kHeadDim / kStepK<Arithmetic>>(
+      multiply_add<Products, kHeadDim / kStepK<Products>>(
           scores, q, KMajorB<Products, KvTile>(sKv(item % kStages), 0));
 
       // ---- Mask, softmax ----
