@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "launch.h"
 #include "mask.cuh"
@@ -45,31 +46,37 @@ __device__ __forceinline__ float dot(const Element* a, const Element* b, int len
 
 // delta = rowsum(dout * out) - dlse and lse * log2(e), one warp a row; clears the row's dq_accum.
 // A row that sees no key gets lse_log2 = +inf, so that its probabilities exp2(x - inf) are 0, and delta = 0.
-template <class Element>
+//
+// Index counts rows: 32 bits where they suffice, since three divisions in 64 take longer than reading the
+// row.
+template <class Element, class Index>
 __global__ void __launch_bounds__(256)
     delta_kernel(const __grid_constant__ BackwardParams params, float* dq_accum) {
   const int lane = threadIdx.x % 32;
-  const int64_t row = int64_t{blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32;  // of [B, T, N]
-  const int64_t seqlen_q = params.seqlen_q, num_heads = params.num_heads;
-  if (row >= params.batch * seqlen_q * num_heads) return;
-  const int head = static_cast<int>(row % num_heads);
-  const int position = static_cast<int>(row / num_heads % seqlen_q);
-  const int batch = static_cast<int>(row / num_heads / seqlen_q);
+  const Index seqlen_q = static_cast<Index>(params.seqlen_q),
+              num_heads = static_cast<Index>(params.num_heads);
+  const Index row = Index{blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32;  // of [B, T, N]
+  if (row >= static_cast<Index>(params.batch) * seqlen_q * num_heads) return;
+  const Index token = row / num_heads, batch = token / seqlen_q;
+  const Index head = row - token * num_heads, position = token - batch * seqlen_q;
 
   if (dq_accum) {
-    for (int64_t i = lane; i < params.head_dim; i += 32) dq_accum[row * params.head_dim + i] = 0;
+    float* gDq = dq_accum + static_cast<int64_t>(row) * params.head_dim;
+    for (int i = lane; i < static_cast<int>(params.head_dim); i += 32) gDq[i] = 0;
   }
   float delta = 0, lse_log2 = INFINITY;
   const float lse = static_cast<const float*>(params.lse)[row];
-  if (position < Mask(params, batch).q_length && lse != -INFINITY) {
+  const int q_length = Mask(params, static_cast<int>(batch)).q_length;
+  if (static_cast<int>(position) < q_length && lse != -INFINITY) {
     const int head_dim_v = static_cast<int>(params.head_dim_v);
-    delta = dot(static_cast<const Element*>(params.dout) + row * head_dim_v,
-                static_cast<const Element*>(params.out) + row * head_dim_v, head_dim_v, lane);
+    delta = dot(static_cast<const Element*>(params.dout) + static_cast<int64_t>(row) * head_dim_v,
+                static_cast<const Element*>(params.out) + static_cast<int64_t>(row) * head_dim_v, head_dim_v,
+                lane);
     if (params.dlse && lse != INFINITY) delta -= static_cast<const float*>(params.dlse)[row];
     lse_log2 = lse * kLog2e;
   }
   if (lane == 0) {
-    const int64_t stats_row = (batch * num_heads + head) * seqlen_q + position;  // of [B, N, T]
+    const Index stats_row = (batch * num_heads + head) * seqlen_q + position;  // of [B, N, T]
     params.delta[stats_row] = delta;
     params.lse_log2[stats_row] = lse_log2;
   }
@@ -77,9 +84,11 @@ __global__ void __launch_bounds__(256)
 
 template <class Element>
 cudaError_t launch_delta(const BackwardParams& params, float* dq_accum, const LaunchContext& context) {
-  constexpr int kThreads = 256;
+  constexpr int kThreads = 256, kRows = kThreads / 32;
   const int64_t rows = params.batch * params.seqlen_q * params.num_heads;
-  return launch(delta_kernel<Element>, ceil_div(rows, kThreads / 32), kThreads, 0, context, params, dq_accum);
+  const bool is_small = rows + kRows <= std::numeric_limits<uint32_t>::max();
+  return launch(is_small ? delta_kernel<Element, uint32_t> : delta_kernel<Element, uint64_t>,
+                ceil_div(rows, kRows), kThreads, 0, context, params, dq_accum);
 }
 
 // dq = scale * dq_accum, of `count` elements.
