@@ -29,6 +29,14 @@ def ffi_targets() -> tuple[str, ...]:
     return tuple(sorted({name for targets in _library.registrations().values() for name in targets}))
 
 
+def local_gpus() -> list[jax.Device]:
+    """This process's NVIDIA GPUs; none where a call is lowered for a GPU on a machine without one."""
+    try:
+        return jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return []
+
+
 def check_gpu_kernels() -> None:
     """Refuses to compile for a GPU for which the library has no kernels.
 
@@ -41,12 +49,8 @@ def check_gpu_kernels() -> None:
             "Install it again with `pip install --force-reinstall --no-cache-dir` where nvcc 12.9.1 or newer is "
             'on the PATH or pip can download NVIDIA\'s compiler, or pass implementation="xla".'
         )
-    try:
-        devices = jax.local_devices(backend="cuda")
-    except RuntimeError:
-        return  # lowering for a GPU on a machine without one
     oldest_built = min(int(re.match(r"\d+", arch)[0]) for arch in _library.build_info()["archs"].split(";"))
-    for device in devices:
+    for device in local_gpus():
         capability = device.compute_capability
         if round(10 * float(capability)) < oldest_built:
             raise NotImplementedError(

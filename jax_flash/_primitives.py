@@ -210,7 +210,7 @@ def _lower_cpu(call: _Pass, ctx, *args, **params):
 
 def _lower_cuda(call: _Pass, ctx, *args, options: AttentionOptions, **params):
     q, _, v = ctx.avals_in[:3]
-    _support.check_cuda(q.dtype, max(q.shape[-1], v.shape[-1]))
+    _support.check_cuda(q.dtype, max(q.shape[-1], v.shape[-1]), is_gradient=call is _BACKWARD)
     # XLA owns the workspace, as results: a CUDA graph may replay the kernels after the handler has returned.
     workspace = []
     if call is _BACKWARD:

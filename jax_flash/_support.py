@@ -20,6 +20,9 @@ from ._options import describe, static_float, static_int
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 _MAX_CUDA_HEAD_DIM = 256
+# Compute capabilities whose blocks have 99 KB of shared memory, and what of cuda/tiles.h does not fit there.
+_SMALL_GPUS = ("8.6", "8.9", "12.0", "12.1")
+_MAX_SMALL_GPU_FLOAT32_GRADIENT_HEAD_DIM = 128
 _USE_XLA = 'Pass implementation="xla" (plain XLA, with memory that grows as T * S).'
 
 
@@ -170,7 +173,7 @@ def check_fused(**unsupported: bool) -> None:
             raise NotImplementedError(f"The fused kernels do not support {name}. {_USE_XLA}")
 
 
-def check_cuda(dtype: np.dtype, head_dim: int) -> None:
+def check_cuda(dtype: np.dtype, head_dim: int, *, is_gradient: bool) -> None:
     """Refuses what the CUDA kernels do not do; called where a call is lowered for a GPU."""
     if dtype == jnp.float64:
         raise NotImplementedError(f"The CUDA kernels do not support float64. {_USE_XLA}")
@@ -179,6 +182,14 @@ def check_cuda(dtype: np.dtype, head_dim: int) -> None:
             f"The CUDA kernels support head dims up to {_MAX_CUDA_HEAD_DIM}, got {head_dim}. {_USE_XLA}"
         )
     _ffi.check_gpu_kernels()
+    if is_gradient and dtype == jnp.float32 and head_dim > _MAX_SMALL_GPU_FLOAT32_GRADIENT_HEAD_DIM:
+        for device in _ffi.local_gpus():
+            if device.compute_capability in _SMALL_GPUS:
+                raise NotImplementedError(
+                    f"On {device.device_kind} the gradient in float32 supports head dims up to "
+                    f"{_MAX_SMALL_GPU_FLOAT32_GRADIENT_HEAD_DIM}, got {head_dim}: its blocks have 99 KB of shared "
+                    f"memory, and more needs 136 KB. {_USE_XLA}"
+                )
 
 
 def refuse_second_derivative() -> None:

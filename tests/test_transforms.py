@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import types
 
 import harness
 import jax
@@ -467,3 +468,19 @@ def test_lowering_for_cuda_refuses_what_it_cannot_do():
         lower(jnp.zeros((1, 4, 1, 257)))
     with harness.x64("float64"), pytest.raises(NotImplementedError, match=r'float64.*implementation="xla"'):
         lower(jnp.zeros((1, 4, 1, 8), jnp.float64))
+
+
+@BUILT_FOR_CUDA
+def test_lowering_for_a_small_gpu_refuses_gradients_that_do_not_fit(monkeypatch):
+    small = types.SimpleNamespace(device_kind="a small GPU", compute_capability="8.9")
+    monkeypatch.setattr(jax_flash._ffi, "local_gpus", lambda: [small])
+
+    def lower(f, head_dim):
+        x = jnp.zeros((1, 4, 1, head_dim))
+        return jax.jit(f).trace(x, x, x).lower(lowering_platforms=("cuda",))
+
+    gradient = jax.grad(lambda *x: attention(*x).sum())
+    lower(attention, 256)
+    lower(gradient, 128)
+    with pytest.raises(NotImplementedError, match='a small GPU.*up to 128, got 136.*implementation="xla"'):
+        lower(gradient, 136)
