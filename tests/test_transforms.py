@@ -482,5 +482,5 @@ def test_lowering_for_a_small_gpu_refuses_gradients_that_do_not_fit(monkeypatch)
     gradient = jax.grad(lambda *x: attention(*x).sum())
     lower(attention, 256)
     lower(gradient, 128)
-    with pytest.raises(NotImplementedError, match='a small GPU.*up to 128, got 136.*implementation="xla"'):
+    with pytest.raises(NotImplementedError, match=r'a small GPU.*up to 128, got 136.*implementation="xla"'):
         lower(gradient, 136)
