@@ -125,8 +125,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     if (!hidden) {
       float scores[kMTiles][kNTiles][4];
       clear(scores);
-      multiply_add<Products, kHeadDim / kStepK<Products>>(
-          scores, q, KMajorB<Products, KvTile>(sKv(item % kStages), 0));
+      multiply_add<Products, kHeadDim / kStepK<Products>>(scores, q,
+                                                          KMajorB<Products, KvTile>(sKv(item % kStages), 0));
 
       // ---- Mask, softmax ----
       transform_scores(scores, arguments.logit);
