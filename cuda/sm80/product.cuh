@@ -9,7 +9,7 @@
 // what that does to the order of rows and columns is carried to where the accumulators are used:
 //   - the summed index k = 2t, 2t + 1 takes the place of the instruction's t, t + 4 (in both operands alike);
 //   - four neighbouring 8-column tiles are interleaved: column 8 nt + x of the instruction is column
-//     32 (nt / 4) + 4 x + nt % 4 of the array (accumulator_column, accumulator_row).
+//     32 (nt / 4) + 4 x + nt % 4 of the array (for_each_run, mn_major_accumulator_row).
 #pragma once
 
 #include <cmath>
@@ -40,8 +40,7 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   }
 }
 
-// ---- Fragments: one instruction's registers of an operand
-// -------------------------------------------------------
+// ---- Fragments: one instruction's registers of an operand ----
 
 // kRegisters = 4 for a (16 rows), 2 for b (8 columns), as loaded: two elements of 16 bits or one float32
 // each.
@@ -109,8 +108,7 @@ __device__ __forceinline__ void mma(float (&d)[4], const Fragment<tf32x3_infinit
   ptx::mma_tf32(d, a.high, b.high);
 }
 
-// ---- Operand a: rows of the product
-// ------------------------------------------------------------------------------
+// ---- Operand a: rows of the product ----
 
 // a[row][k], k along the rows of the tile.
 template <class Arithmetic, class Tile, int kMTiles>
@@ -203,8 +201,7 @@ struct RegisterA {
   }
 };
 
-// ---- Operand b: columns of the product
-// ---------------------------------------------------------------------------
+// ---- Operand b: columns of the product ----
 
 // b[k][column] = tile[column][k].
 template <class Arithmetic, class Tile>
@@ -261,8 +258,7 @@ struct MnMajorB {
   }
 };
 
-// ---- The product
-// -------------------------------------------------------------------------------------------------
+// ---- The product ----
 
 // acc[16 kMTiles, 8 kNTiles] += a b over kSteps steps of kStepK.
 //
@@ -313,8 +309,7 @@ __device__ __forceinline__ void clear(float (&acc)[kMTiles][kNTiles][4]) {
   }
 }
 
-// ---- Where an accumulator belongs
-// --------------------------------------------------------------------------------
+// ---- Where an accumulator belongs ----
 
 // Rows of a product whose a is k-major or in registers: half h of tile mt.
 __device__ __forceinline__ int accumulator_row(int mt, int h) { return 16 * mt + 8 * h + lane_id() / 4; }
@@ -362,8 +357,7 @@ __device__ __forceinline__ void for_each_run(const float (&acc)[kMTiles][kNTiles
   }
 }
 
-// ---- Accumulators on their way out
-// -------------------------------------------------------------------------------
+// ---- Accumulators on their way out ----
 
 // Writes a warp's scores-like accumulators to rows `row`.. and columns `column`.. of a tile, to be read as an
 // A. float32 columns 2t, 2t + 1 go to t, t + 4, where a k-major fragment reads the summed index that MnMajorB
