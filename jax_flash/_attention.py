@@ -98,8 +98,9 @@ def flash_attention(
     Raises:
       TypeError: an argument has the wrong type or dtype, or an option that must be static is traced.
       ValueError: an argument has the wrong rank, shape or value.
-      NotImplementedError: the fused kernels do not support this call (on a GPU also: float64, or head dims
-        over 256), and `implementation="xla"` does. Where it depends on the platform it is raised by lowering.
+      NotImplementedError: the fused kernels do not support this call (on a GPU also: float64, head dims over
+        256, and where a block has 99 KB of shared memory float32 gradients of head dims over 128), and
+        `implementation="xla"` does. Where it depends on the platform it is raised by lowering.
     """
     _support.check_implementation(implementation)
     query, key, value = _support.check_qkv(query, key, value)
