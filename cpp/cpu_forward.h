@@ -94,7 +94,7 @@ void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, i
     const Range first_keys = mask.KeysOf(block_first / q.group);
     const Range last_keys = mask.KeysOf((block_first + rows - 1) / q.group);
 
-    for (int64_t tile = first_keys.first / kForwardM * kForwardN; tile < last_keys.end; tile += kForwardM) {
+    for (int64_t tile = first_keys.first / kForwardN * kForwardN; tile < last_keys.end; tile += kForwardN) {
       const int64_t tile_end = std::min(tile + kForwardN, mask.kv_len());
       const int64_t keys = tile_end - tile;
       LoadRows(k, tile, tile_end, nullptr, scratch.k, head_dim, RoundUp(keys, kRowStep));

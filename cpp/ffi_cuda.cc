@@ -1,7 +1,6 @@
 // The XLA FFI handlers of the CUDA kernels.
 #include <cuda_runtime_api.h>
 
-#include <cmath>
 #include <string>
 
 #include "dispatch.h"
