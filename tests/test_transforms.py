@@ -456,31 +456,33 @@ def test_export_for_both_platforms():
     assert all(name in text for name in jax_flash.ffi_targets())
 
 
+def lower_for_cuda(f, head_dim, dtype=jnp.float32):
+    x = jnp.zeros((1, 4, 1, head_dim), dtype)
+    return jax.jit(f).trace(x, x, x).lower(lowering_platforms=("cuda",))
+
+
 @BUILT_FOR_CUDA
 def test_lowering_for_cuda_refuses_what_it_cannot_do():
     """Limits of a platform are known when a program is lowered for it."""
-
-    def lower(x):
-        return jax.jit(attention).trace(x, x, x).lower(lowering_platforms=("cuda",))
-
-    lower(jnp.zeros((1, 4, 1, 256)))
+    lower_for_cuda(attention, 256)
     with pytest.raises(NotImplementedError, match=r'257.*implementation="xla"'):
-        lower(jnp.zeros((1, 4, 1, 257)))
+        lower_for_cuda(attention, 257)
     with harness.x64("float64"), pytest.raises(NotImplementedError, match=r'float64.*implementation="xla"'):
-        lower(jnp.zeros((1, 4, 1, 8), jnp.float64))
+        lower_for_cuda(attention, 8, jnp.float64)
 
 
 @BUILT_FOR_CUDA
 def test_lowering_for_a_small_gpu_refuses_gradients_that_do_not_fit(monkeypatch):
-    small = types.SimpleNamespace(device_kind="a small GPU", compute_capability="8.9")
-    monkeypatch.setattr(jax_flash._ffi, "local_gpus", lambda: [small])
-
-    def lower(f, head_dim):
-        x = jnp.zeros((1, 4, 1, head_dim))
-        return jax.jit(f).trace(x, x, x).lower(lowering_platforms=("cuda",))
+    def local_gpu(kind, capability):
+        gpu = types.SimpleNamespace(device_kind=kind, compute_capability=capability)
+        monkeypatch.setattr(jax_flash._ffi, "local_gpus", lambda: [gpu])
 
     gradient = jax.grad(lambda *x: attention(*x).sum())
-    lower(attention, 256)
-    lower(gradient, 128)
+    local_gpu("a large GPU", "9.0")
+    lower_for_cuda(gradient, 256)
+    local_gpu("a small GPU", "8.9")
+    lower_for_cuda(attention, 256)
+    lower_for_cuda(gradient, 128)
+    lower_for_cuda(gradient, 256, jnp.bfloat16)
     with pytest.raises(NotImplementedError, match=r'a small GPU.*up to 128, got 136.*implementation="xla"'):
-        lower(gradient, 136)
+        lower_for_cuda(gradient, 136)
