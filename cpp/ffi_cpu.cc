@@ -27,7 +27,7 @@ ffi::Error OutOfMemory() {
 ffi::Error ForwardCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi::RemainingRets results,
                       ffi::Dictionary attributes) {
   ForwardParams params;
-  RETURN_IF_ERROR(ReadForward(args, results, attributes, &params));
+  RETURN_IF_ERROR(ReadForward(args, results, attributes, /*with_workspace=*/false, &params));
   XlaThreadPool pool(thread_pool);
   return cpu::Forward(params, pool) ? ffi::Error::Success() : OutOfMemory();
 }

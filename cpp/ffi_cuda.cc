@@ -19,7 +19,7 @@ ffi::Error status(const std::string& message) {
 ffi::Error forward(cudaStream_t stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets results,
                    ffi::Dictionary attributes) {
   ForwardParams params;
-  RETURN_IF_ERROR(jax_flash::ReadForward(args, results, attributes, &params));
+  RETURN_IF_ERROR(jax_flash::ReadForward(args, results, attributes, /*with_workspace=*/true, &params));
   return status(jax_flash::cuda::run_forward(params, stream, device));
 }
 

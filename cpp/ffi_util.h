@@ -236,8 +236,13 @@ inline ffi::Error ReadOptionalOperands(CallReader& call, std::string_view names,
                                      std::string(names) + "\".");
 }
 
+inline bool Is16Bit(const AttentionParams& params) {
+  return params.dtype == DType::kFloat16 || params.dtype == DType::kBFloat16;
+}
+
+// `with_workspace`, here and below: the call carries the results that only the CUDA kernels use.
 inline ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary attributes,
-                              ForwardParams* params) {
+                              bool with_workspace, ForwardParams* params) {
   CallReader call(args, results);
   ffi::DataType dtype;
   std::string_view operands;
@@ -248,10 +253,13 @@ inline ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets result
   const auto [B, T, N] = std::array{params->batch, params->seqlen_q, params->num_heads};
   RETURN_IF_ERROR(call.TakeResult("out", dtype, {B, T, N, params->head_dim_v}, &params->out));
   RETURN_IF_ERROR(call.TakeResult("lse", LseType(dtype), {B, T, N}, &params->lse));
+  params->tile_counter = nullptr;
+  if (with_workspace && Is16Bit(*params)) {
+    RETURN_IF_ERROR(call.TakeResult("tile_counter", ffi::DataType::S32, {1}, &params->tile_counter));
+  }
   return call.CheckAllTaken();
 }
 
-// `with_workspace`: the call carries the results that only the CUDA kernels use.
 inline ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets results,
                                ffi::Dictionary attributes, bool with_workspace, BackwardParams* params) {
   CallReader call(args, results);
@@ -279,8 +287,7 @@ inline ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets resul
   if (with_workspace) {
     RETURN_IF_ERROR(call.TakeResult("delta", f32, {B, N, T}, &params->delta));
     RETURN_IF_ERROR(call.TakeResult("lse_log2", f32, {B, N, T}, &params->lse_log2));
-    const bool is_16_bit = params->dtype == DType::kFloat16 || params->dtype == DType::kBFloat16;
-    if (is_16_bit && !params->options.deterministic) {
+    if (Is16Bit(*params) && !params->options.deterministic) {
       RETURN_IF_ERROR(call.TakeResult("dq_accum", f32, {B, T, N, H}, &params->dq_accum));
     }
   }

@@ -41,6 +41,9 @@ struct AttentionParams {
 struct ForwardParams : AttentionParams {
   void* out;  // [B, T, N, Hv]
   void* lse;  // [B, T, N], float32 (float64 for float64), natural log; -inf for a row that sees no key
+
+  // Workspace of the CUDA kernels.
+  int32_t* tile_counter;  // [1]; null: there is none
 };
 
 struct BackwardParams : AttentionParams {

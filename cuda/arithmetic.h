@@ -5,6 +5,9 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
+
+#include "ptx/math.h"
 
 namespace jax_flash::cuda {
 
@@ -34,5 +37,15 @@ struct tf32x3 {
 struct tf32x3_infinity {
   using Element = float;
 };
+
+// Two float32 rounded to the 16-bit type.
+template <class Arithmetic>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  if constexpr (std::is_same_v<Arithmetic, bfloat16>) {
+    return ptx::pack_bf16(low, high);
+  } else {
+    return ptx::pack_f16(low, high);
+  }
+}
 
 }  // namespace jax_flash::cuda

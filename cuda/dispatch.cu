@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <string_view>
 
 #include "arithmetic.h"
 #include "delta.cuh"
@@ -10,6 +11,7 @@
 #include "sm80/backward_compact.cuh"
 #include "sm80/backward_dq.cuh"
 #include "sm80/forward.cuh"
+#include "sm90/forward.cuh"
 
 // Each kernel is compiled in a unit of its own.
 #define KERNEL(direction, arch, arithmetic, head_dim)                                                  \
@@ -26,6 +28,7 @@ enum class Arithmetic { bfloat16, float16, tf32, tf32x3 };
 
 struct Kernel {
   Direction direction;
+  std::string_view arch;
   Arithmetic arithmetic;
   int64_t head_dim;
   const char* name;
@@ -37,12 +40,15 @@ cudaError_t run(const AttentionParams& params, const LaunchContext& context) {
   return kRun(static_cast<const Params&>(params), context);
 }
 
-// In the order of kernels.cmake: of one direction and arithmetic, head dims ascend, and what needs less
-// shared memory comes last.
+// In the order of kernels.cmake: of one direction and arithmetic, what is faster comes first, and head dims
+// ascend.
 const Kernel kKernels[] = {
-#define KERNEL(direction_, arch, arithmetic_, head_dim_)      \
-  {Direction::direction_, Arithmetic::arithmetic_, head_dim_, \
-   #direction_ " " #arch " " #arithmetic_ " " #head_dim_,     \
+#define KERNEL(direction_, arch, arithmetic_, head_dim_)  \
+  {Direction::direction_,                                 \
+   #arch,                                                 \
+   Arithmetic::arithmetic_,                               \
+   head_dim_,                                             \
+   #direction_ " " #arch " " #arithmetic_ " " #head_dim_, \
    run<direction_##_params, arch::direction_<cuda::arithmetic_, head_dim_>>},
 #include "kernels.def"
 #undef KERNEL
@@ -64,19 +70,26 @@ std::string describe(cudaError_t error) {
                               : std::string("jax_flash: CUDA reported: ") + cudaGetErrorString(error) + ".";
 }
 
+// An environment variable that tests set, to run here what runs elsewhere.
+std::string_view test_setting(const char* name) {
+  const char* value = std::getenv(name);
+  return value ? value : "";
+}
+
+// The first kernel of the list that does what is asked, on this card.
 std::string run_kernel(Direction direction, const AttentionParams& params, const LaunchContext& context) {
   const int64_t head_dim = std::max(params.head_dim, params.head_dim_v);
-  int64_t kernel_head_dim = 0, largest = 0;  // the smallest that suffices, the largest of all
+  const std::string_view only_arch = test_setting("JAX_FLASH_KERNELS");
+  int64_t largest = 0;
   for (const Kernel& kernel : kKernels) {
     if (kernel.direction != direction || kernel.arithmetic != arithmetic_of(params)) continue;
     largest = std::max(largest, kernel.head_dim);
-    if (kernel_head_dim == 0 && head_dim <= kernel.head_dim) kernel_head_dim = kernel.head_dim;
-    if (kernel.head_dim != kernel_head_dim) continue;
+    if (head_dim > kernel.head_dim || (!only_arch.empty() && kernel.arch != only_arch)) continue;
     const cudaError_t error = kernel.run(params, context);
     if (error != kDoesNotFit) return describe(error);
   }
   const std::string refusal =
-      kernel_head_dim == 0
+      head_dim > largest
           ? "the CUDA kernels of this build have head_dim up to " + std::to_string(largest)
           : "a kernel for this head_dim and dtype needs more shared memory than the " +
                 std::to_string(context.shared_memory_per_block / 1024) + " KB that a block has on this GPU";
@@ -104,16 +117,22 @@ std::string make_context(const AttentionParams& params, cudaStream_t stream, int
                          LaunchContext* context) {
   if (params.dtype == DType::kFloat64) return "jax_flash: float64 has no CUDA kernel.";
   context->stream = stream;
-  cudaError_t error = cudaDeviceGetAttribute(&context->shared_memory_per_block,
-                                             cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&context->shared_memory_per_sm,
-                                   cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  cudaError_t error = cudaSuccess;
+  auto read = [&](cudaDeviceAttr attribute) {
+    int value = 0;
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, device);
+    return value;
+  };
+  context->compute_capability =
+      10 * read(cudaDevAttrComputeCapabilityMajor) + read(cudaDevAttrComputeCapabilityMinor);
+  context->multiprocessors = read(cudaDevAttrMultiProcessorCount);
+  context->shared_memory_per_sm = read(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  context->shared_memory_per_block = read(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  if (const std::string_view limit = test_setting("JAX_FLASH_SHARED_MEMORY_PER_BLOCK"); !limit.empty()) {
+    context->shared_memory_per_block = std::min(context->shared_memory_per_block, std::atoi(limit.data()));
   }
-  // For tests of what small cards run, on a large one.
-  if (const char* limit = std::getenv("JAX_FLASH_SHARED_MEMORY_PER_BLOCK")) {
-    context->shared_memory_per_block = std::min(context->shared_memory_per_block, std::atoi(limit));
-  }
+  const std::string_view tile = test_setting("JAX_FLASH_TILE");
+  context->forced_tile = tile == "long" ? 1 : tile == "short" ? 0 : -1;
   return describe(error);
 }
 

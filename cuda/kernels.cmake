@@ -3,9 +3,19 @@
 # A row becomes one translation unit, made from kernel.cu.in, and one entry of dispatch.cu's table. `direction` and
 # `arch` name the header (cuda/<arch>/<direction>.cuh); `arithmetic` is a type of cuda/arithmetic.h; a head dim in
 # between runs on the next larger kernel, zero-filled.
-set(JAX_FLASH_HEAD_DIMS 64 128 256 CACHE STRING "Head dims for which CUDA kernels are compiled")
+set(JAX_FLASH_HEAD_DIMS 64 96 128 192 256 CACHE STRING "Head dims for which CUDA kernels are compiled")
 
-foreach(head_dim IN LISTS JAX_FLASH_HEAD_DIMS)
+if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
+  foreach(head_dim IN LISTS JAX_FLASH_HEAD_DIMS)
+    jax_flash_kernel(forward sm90 bfloat16 ${head_dim})
+    jax_flash_kernel(forward sm90 float16 ${head_dim})
+  endforeach()
+endif()
+
+# Their tiles of 96 and 192 columns would save little over those of 128 and 256, and take a minute to compile.
+set(sm80_head_dims ${JAX_FLASH_HEAD_DIMS})
+list(REMOVE_ITEM sm80_head_dims 96 192)
+foreach(head_dim IN LISTS sm80_head_dims)
   foreach(arithmetic IN ITEMS bfloat16 float16 tf32 tf32x3)
     jax_flash_kernel(forward sm80 ${arithmetic} ${head_dim})
     jax_flash_kernel(backward sm80 ${arithmetic} ${head_dim})

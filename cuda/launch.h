@@ -11,12 +11,15 @@ namespace jax_flash::cuda {
 
 struct LaunchContext {
   cudaStream_t stream;
+  int compute_capability;  // 90 for 9.0
+  int multiprocessors;
   int shared_memory_per_sm;     // bytes
   int shared_memory_per_block;  // bytes, with the opt-in
+  int forced_tile;              // for tests: 0 or 1 for short or long sequences' tiles; -1: as measured
 };
 
-// What `launch` returns for a kernel that needs more shared memory than the card has: another one may need
-// less.
+// What a kernel returns that does not do what is asked, or not on this card, for example for want of shared
+// memory: another one may.
 inline constexpr cudaError_t kDoesNotFit = cudaErrorInvalidConfiguration;
 
 // Launches `kernel` on a one-dimensional grid (the other dimensions end at 65,535) with `shared_bytes` of

@@ -10,6 +10,16 @@
 
 namespace jax_flash::cuda {
 
+// Of blocks of keys: [begin, end) are those of which some row of a tile sees a key, [whole_begin, whole_end)
+// those of which every row sees every key.
+struct KeyBlocks {
+  int begin, end;
+  int whole_begin, whole_end;
+
+  __device__ bool is_empty() const { return begin >= end; }
+  __device__ bool is_whole(int n_block) const { return n_block >= whole_begin && n_block < whole_end; }
+};
+
 struct Mask {
   int lowest;     // key j is visible to query i only if i + lowest <= j
   int highest;    // and j <= i + highest
@@ -37,6 +47,19 @@ struct Mask {
   __device__ int first_query(int first_key) const { return clamp(first_key - highest, 0, q_length); }
   __device__ int last_query(int last_key) const {
     return last_key < 0 ? -1 : clamp(last_key - lowest, -1, q_length - 1);
+  }
+
+  // Of blocks of kBlockN keys, those that rows [row, row + rows) see.
+  template <int kBlockN>
+  __device__ KeyBlocks key_blocks(int row, int rows) const {
+    const int last_row = min(row + rows, q_length) - 1;
+    if (last_row < row) return {0, 0, 0, 0};
+    KeyBlocks blocks;
+    blocks.begin = first_key(row) / kBlockN;
+    blocks.end = (last_key(last_row) + kBlockN) / kBlockN;
+    blocks.whole_begin = max(blocks.begin, (first_key(row + rows - 1) + kBlockN - 1) / kBlockN);
+    blocks.whole_end = row + rows <= q_length ? (last_key(row) + 1) / kBlockN : 0;
+    return blocks;
   }
 
   // Does every row of [row, row + rows) see every key of [key, key + keys)?

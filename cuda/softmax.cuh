@@ -80,7 +80,9 @@ struct OnlineSoftmax {
   float max_log2[kMTiles][2];  // of scale_log2 * score; -inf before the first visible key
   float sum[kMTiles][2];       // this lane's columns only, until finish()
 
-  __device__ OnlineSoftmax() {
+  __device__ OnlineSoftmax() { reset(); }
+
+  __device__ __forceinline__ void reset() {
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
@@ -96,6 +98,16 @@ struct OnlineSoftmax {
   template <int kNTiles, int kOutTiles>
   __device__ __forceinline__ void update(float (&scores)[kMTiles][kNTiles][4],
                                          float (&out)[kMTiles][kOutTiles][4], float scale_log2) {
+    float factor[kMTiles][2];
+    if (raise_maximum(scores, scale_log2, factor)) scale_rows(out, factor);
+    exponentiate(scores, scale_log2);
+  }
+
+  // Takes over a tile's maxima where they are much larger. Where any row of the warp does, returns true and
+  // sets `factor` to what out is to be multiplied by.
+  template <int kNTiles>
+  __device__ __forceinline__ bool raise_maximum(const float (&scores)[kMTiles][kNTiles][4], float scale_log2,
+                                                float (&factor)[kMTiles][2]) {
     float new_max[kMTiles][2];
     bool moved = false;
 #pragma unroll
@@ -114,7 +126,25 @@ struct OnlineSoftmax {
         moved |= new_max[mt][h] > max_log2[mt][h] + kRescaleThreshold;
       }
     }
-    if (__any_sync(0xffffffff, moved)) rescale(new_max, out);
+    if (!__any_sync(0xffffffff, moved)) return false;
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        factor[mt][h] = 1;
+        if (!(new_max[mt][h] > max_log2[mt][h])) continue;
+        // exp2(-inf) = 0 before the first visible key, when sum and out are 0.
+        factor[mt][h] = ptx::exp2_approx(max_log2[mt][h] - new_max[mt][h]);
+        max_log2[mt][h] = new_max[mt][h];
+        sum[mt][h] *= factor[mt][h];
+      }
+    }
+    return true;
+  }
+
+  // Turns scores into probabilities against the running maximum and adds them to the sum.
+  template <int kNTiles>
+  __device__ __forceinline__ void exponentiate(float (&scores)[kMTiles][kNTiles][4], float scale_log2) {
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
@@ -135,36 +165,30 @@ struct OnlineSoftmax {
     }
   }
 
+  template <int kOutTiles>
+  __device__ static __forceinline__ void scale_rows(float (&out)[kMTiles][kOutTiles][4],
+                                                    const float (&factor)[kMTiles][2]) {
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int nt = 0; nt < kOutTiles; ++nt) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) out[mt][nt][2 * h + c] *= factor[mt][h];
+        }
+      }
+    }
+  }
+
   // Adds up the lanes' sums. Returns the row's lse and sets `normalizer` to what its sum of p v is to be
   // multiplied by.
   __device__ __forceinline__ float finish(int mt, int h, float* normalizer) {
     float total = sum[mt][h];
     total += __shfl_xor_sync(0xffffffff, total, 1);
     total += __shfl_xor_sync(0xffffffff, total, 2);
-    *normalizer = total == 0 ? 0 : 1 / total;
+    *normalizer = total == 0 ? 0 : ptx::reciprocal_approx(total);
     return total == 0 ? -INFINITY : max_log2[mt][h] * kLn2 + logf(total);
-  }
-
- private:
-  template <int kOutTiles>
-  __device__ __forceinline__ void rescale(const float (&new_max)[kMTiles][2],
-                                          float (&out)[kMTiles][kOutTiles][4]) {
-#pragma unroll
-    for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if (!(new_max[mt][h] > max_log2[mt][h])) continue;
-        // exp2(-inf) = 0 before the first visible key, when sum and out are 0.
-        const float factor = ptx::exp2_approx(max_log2[mt][h] - new_max[mt][h]);
-        max_log2[mt][h] = new_max[mt][h];
-        sum[mt][h] *= factor;
-#pragma unroll
-        for (int nt = 0; nt < kOutTiles; ++nt) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c) out[mt][nt][2 * h + c] *= factor;
-        }
-      }
-    }
   }
 };
 

@@ -1,4 +1,4 @@
-// The one table of tile sizes. Each row of it was chosen for three limits:
+// The one table of tile sizes. Each row of sm80's part was chosen for three limits:
 //   registers     255 a thread: the accumulators of a warp must leave about 60 for operands and addresses;
 //   shared memory 99 KB fits every card from compute capability 8.0 on, and leaves room for two blocks on an
 //   A100 or
@@ -7,6 +7,8 @@
 //   feeds two
 //                 products, and shared memory, at 128 bytes a clock, is what bounds mma.sync kernels.
 #pragma once
+
+#include <cstdint>
 
 namespace jax_flash::cuda::sm80 {
 
@@ -81,3 +83,35 @@ constexpr BackwardDqTile backward_dq_tile(int element_bytes, int head_dim) {
 }
 
 }  // namespace jax_flash::cuda::sm80
+
+namespace jax_flash::cuda::sm90 {
+
+struct ForwardTile {
+  int consumers;    // warpgroups that compute, 64 query rows each
+  int block_n;      // key rows
+  int stages;       // buffers of block_n keys, and as many of values
+  int q_stages;     // buffers of queries; with two, the next tile begins while this one ends
+  bool out_buffer;  // has out a buffer of its own, or does it take the place of the queries?
+
+  constexpr bool operator==(const ForwardTile&) const = default;
+};
+
+// Registers bound these: 64 rows of out and scores take (head_dim + block_n) / 2 of a thread's 232 (2
+// consumers), 160 (3) or 112 (4). And so does shared memory, 227 KB. More rows a tile load fewer keys; fewer
+// rows waste less where the sequence is short, so there are two tiles for some head dims.
+constexpr ForwardTile forward_tile(int head_dim, bool is_long) {
+  if (head_dim <= 64) return {4, 64, 4, 2, true};                                      // 192 KB
+  if (head_dim <= 128 && is_long) return {3, 80, 3, 2, false};                         // 216 KB
+  if (head_dim <= 128) return {2, 128, 2, 2, true};                                    // 224 KB
+  if (head_dim <= 192) return {2, 112, 2, 1, false};                                   // 216 KB
+  return is_long ? ForwardTile{2, 80, 2, 1, false} : ForwardTile{2, 64, 2, 1, false};  // 224, 192 KB
+}
+
+// Which of the two; measured. A tile of 192 rows must not compute many rows in vain, and one of 80 keys wants
+// most of its blocks whole.
+constexpr bool is_long(int head_dim, int64_t seqlen_q, int64_t seqlen_kv, bool is_causal) {
+  if (head_dim <= 128) return seqlen_q >= 2048 && (seqlen_q + 191) / 192 * 192 * 20 <= seqlen_q * 21;
+  return seqlen_kv >= 8192 && !is_causal;
+}
+
+}  // namespace jax_flash::cuda::sm90

@@ -213,18 +213,21 @@ def _lower_cuda(call: _Pass, ctx, *args, options: AttentionOptions, **params):
     _support.check_cuda(q.dtype, max(q.shape[-1], v.shape[-1]), is_gradient=call is _BACKWARD)
     # XLA owns the workspace, as results: a CUDA graph may replay the kernels after the handler has returned.
     workspace = []
+    if call is _FORWARD and q.dtype.itemsize == 2:
+        workspace += [jax.core.ShapedArray((1,), jnp.dtype(jnp.int32))]  # counts tiles
     if call is _BACKWARD:
         batch, seqlen_q, num_heads, _ = shape = _fold(q, _AXES["q"]).shape
-        workspace += [(batch, num_heads, seqlen_q)] * 2  # delta; lse in base 2
+        row = jax.core.ShapedArray((batch, num_heads, seqlen_q), jnp.dtype(jnp.float32))
+        workspace += [row, row]  # delta; lse in base 2
         if q.dtype.itemsize == 2 and not options.deterministic:
-            workspace += [shape]  # dq, summed in float32
+            workspace += [jax.core.ShapedArray(shape, jnp.dtype(jnp.float32))]  # dq, summed
     return _lower_ffi(call, ctx, args, workspace, options=options, **params)
 
 
 def _lower_ffi(call: _Pass, ctx, args, workspace, *, operands: tuple[str, ...], options: AttentionOptions):
     avals_in = list(map(_fold, ctx.avals_in, call.arg_axes(operands)))
     avals_out = list(map(_fold, ctx.avals_out, call.result_axes()))
-    avals_out += [jax.core.ShapedArray(shape, jnp.dtype(jnp.float32)) for shape in workspace]
+    avals_out += workspace
     results = jax.ffi.ffi_lowering(call.target)(
         ctx.replace(avals_in=avals_in, avals_out=avals_out),
         *map(_reshape, args, avals_in),

@@ -141,6 +141,20 @@ def test_raw_call_is_what_the_function_does(platform):
         np.testing.assert_array_equal(a, b)
 
 
+def test_workspace_of_16_bits(cuda):
+    types = {name: (SHAPES[name], BF16) for name in ("q", "k", "v", "out")}
+    for message, results in (
+        ("no result for tile_counter", ["out", "lse"]),
+        ("tile_counter must be int32", ["out", "lse", "tile_counter"]),
+    ):
+        shapes = types | {"lse": (SHAPES["lse"], F32), "tile_counter": ((2,), I32)}
+        f = jax.ffi.ffi_call("jax_flash_forward", [jax.ShapeDtypeStruct(*shapes[name]) for name in results])
+        args = [jnp.zeros(*types[name]) for name in "qkv"]
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            jax.block_until_ready(jax.jit(lambda *args, f=f: f(*args, **OPTIONS))(*args))
+    assert_alive(cuda)
+
+
 @pytest.mark.parametrize("target", ["jax_flash_forward", "jax_flash_backward"])
 def test_more_than_the_cuda_kernels_do(target, cuda):
     shapes = {name: (*shape[:3], 264) for name, shape in SHAPES.items() if len(shape) == 4}

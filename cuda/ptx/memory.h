@@ -49,6 +49,13 @@ __device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&r)[4], uint
                : "memory");
 }
 
+// Stores four 8 x 16-byte matrices laid out as load_matrix_x4 loads them. Compute capability 9.0.
+__device__ __forceinline__ void store_matrix_x4(uint32_t shared, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 // 16 bytes. Address aligned to 16 bytes.
 __device__ __forceinline__ void load_shared_x4(uint32_t (&r)[4], uint32_t shared) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "accumulator.cuh"
 #include "arithmetic.h"
 #include "ptx/math.h"
 #include "ptx/memory.h"
@@ -30,15 +31,6 @@ inline constexpr bool kIs16Bit = sizeof(typename Arithmetic::Element) == 2;
 // Elements of the summed index in one instruction's 32 bytes.
 template <class Arithmetic>
 inline constexpr int kStepK = kIs16Bit<Arithmetic> ? 16 : 8;
-
-template <class Arithmetic>
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-  if constexpr (std::is_same_v<Arithmetic, bfloat16>) {
-    return ptx::pack_bf16(low, high);
-  } else {
-    return ptx::pack_f16(low, high);
-  }
-}
 
 // ---- Fragments: one instruction's registers of an operand ----
 
@@ -297,25 +289,10 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kMTiles][kNTiles][4], 
   }
 }
 
-template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void clear(float (&acc)[kMTiles][kNTiles][4]) {
-#pragma unroll
-  for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-    for (int nt = 0; nt < kNTiles; ++nt) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) acc[mt][nt][i] = 0;
-    }
-  }
-}
-
 // ---- Where an accumulator belongs ----
 
-// Rows of a product whose a is k-major or in registers: half h of tile mt.
-__device__ __forceinline__ int accumulator_row(int mt, int h) { return 16 * mt + 8 * h + lane_id() / 4; }
-
-// Rows of a product whose a is an MnMajorA. float32: columns of store_accumulators' tile, interleaved by
-// four.
+// Rows of a product whose a is an MnMajorA; all else is accumulator_row's. float32: columns of
+// store_accumulators' tile, interleaved by four.
 template <class Arithmetic>
 __device__ __forceinline__ int mn_major_accumulator_row(int mt, int h) {
   if constexpr (kIs16Bit<Arithmetic>) {
@@ -325,9 +302,6 @@ __device__ __forceinline__ int mn_major_accumulator_row(int mt, int h) {
     return 8 * (g / 2) + 2 * (2 * mt + h) + g % 2;
   }
 }
-
-// Columns of a product whose b is k-major.
-__device__ __forceinline__ int accumulator_column(int nt, int c) { return 8 * nt + 2 * (lane_id() % 4) + c; }
 
 // Neighbouring columns that a lane holds of a row of a product whose b is an MnMajorB.
 template <class Arithmetic>

@@ -1,50 +1,11 @@
 // What happens to a warp's tile of scores between two products, in the accumulators of the first.
 #pragma once
 
-#include "mask.cuh"
+#include "accumulator.cuh"
 #include "ptx/math.h"
-#include "sm80/product.cuh"
 #include "softmax.cuh"
 
 namespace jax_flash::cuda::sm80 {
-
-// Calls f(mt, h, nt, c) for each accumulator 2h + c of tile (mt, nt).
-template <int kMTiles, int kNTiles, class F>
-__device__ __forceinline__ void for_each_score(const float (&)[kMTiles][kNTiles][4], F f) {
-#pragma unroll
-  for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-      for (int nt = 0; nt < kNTiles; ++nt) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) f(mt, h, nt, c);
-      }
-    }
-  }
-}
-
-// Replaces what rows m_start.. and keys n_start.. that do not see each other have in `scores`.
-template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void fill_hidden(float (&scores)[kMTiles][kNTiles][4], const Mask& mask,
-                                            int m_start, int n_start, float value) {
-#pragma unroll
-  for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = m_start + accumulator_row(mt, h);
-      const int first = mask.first_key(row) - n_start, last = mask.last_key(row) - n_start;
-#pragma unroll
-      for (int nt = 0; nt < kNTiles; ++nt) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int column = accumulator_column(nt, c);
-          if (column < first || column > last) scores[mt][nt][2 * h + c] = value;
-        }
-      }
-    }
-  }
-}
 
 // This lane's rows of an array with one float a row; `beyond` from row `rows` on.
 template <int kMTiles>
@@ -67,7 +28,7 @@ __device__ __forceinline__ void recompute_probabilities(float (&scores)[kMTiles]
                                                         const LogitScale& logit,
                                                         const float (&lse_log2)[kMTiles][2], Use use) {
   auto exponentiate = [&] {
-    for_each_score(scores, [&](int mt, int h, int nt, int c) {
+    for_each_accumulator(scores, [&](int mt, int h, int nt, int c) {
       float& x = scores[mt][nt][2 * h + c];
       x = ptx::exp2_approx(fmaf(x, logit.scale_log2, -lse_log2[mt][h]));
     });
@@ -79,13 +40,13 @@ __device__ __forceinline__ void recompute_probabilities(float (&scores)[kMTiles]
     return;
   }
   float slope[kMTiles][kNTiles][4];
-  for_each_score(scores, [&](int mt, int h, int nt, int c) {
+  for_each_accumulator(scores, [&](int mt, int h, int nt, int c) {
     const float capped = scores[mt][nt][2 * h + c];
     slope[mt][nt][2 * h + c] = 1 - capped * capped;
   });
   exponentiate();
   use(scores);
-  for_each_score(
+  for_each_accumulator(
       scores, [&](int mt, int h, int nt, int c) { scores[mt][nt][2 * h + c] *= slope[mt][nt][2 * h + c]; });
 }
 
@@ -94,7 +55,7 @@ template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void score_gradients(float (&dp)[kMTiles][kNTiles][4],
                                                 const float (&p)[kMTiles][kNTiles][4],
                                                 const float (&delta)[kMTiles][2], float scale) {
-  for_each_score(dp, [&](int mt, int h, int nt, int c) {
+  for_each_accumulator(dp, [&](int mt, int h, int nt, int c) {
     float& x = dp[mt][nt][2 * h + c];
     x = p[mt][nt][2 * h + c] * fmaf(x, scale, -delta[mt][h] * scale);
   });

@@ -8,13 +8,12 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "accumulator.cuh"
 #include "arithmetic.h"
 #include "ptx/math.h"
 #include "ptx/memory.h"
 
 namespace jax_flash::cuda::sm80 {
-
-__device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
 
 //
 // kRounded: where products are formed in TF32, the tile's elements have been rounded to it once, by whoever

@@ -1,0 +1,54 @@
+// The copy engine (TMA): boxes of a tensor between global and shared memory, one thread a copy. Compute
+// capability 9.0.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace jax_flash::cuda::ptx {
+
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// How long what is copied should stay in L2. These are what createpolicy.fractional makes on other chips;
+// here it was measured to make something else, which costs 2 %.
+inline constexpr uint64_t kEvictFirst = 0x12F0000000000000, kEvictLast = 0x14F0000000000000;
+
+// Copies the box at (x0, x1, x2, x3) to `shared` and counts its bytes on `barrier`. What lies outside of the
+// tensor is zero, and counts.
+__device__ __forceinline__ void tensor_load(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x0,
+                                            int x1, int x2, int x3, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),
+      "l"(&map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "l"(policy)
+      : "memory");
+}
+
+// Copies `shared` to the box at (x0, x1, x2, x3), but for what lies outside of the tensor.
+__device__ __forceinline__ void tensor_store(const CUtensorMap& map, uint32_t shared, int x0, int x1, int x2,
+                                             int x3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+      "r"(shared), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+      : "memory");
+}
+
+__device__ __forceinline__ void tensor_store_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until the stores that this thread has committed have read shared memory.
+__device__ __forceinline__ void tensor_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Orders this thread's ordinary accesses to shared memory before what the copy engine and wgmma do to it
+// next.
+__device__ __forceinline__ void async_proxy_fence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+}  // namespace jax_flash::cuda::ptx

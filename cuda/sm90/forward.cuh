@@ -1,0 +1,732 @@
+// Forward attention for Hopper (compute capability 9.0a): wgmma products, copies by TMA, specialised warps
+// (Shah et al., FlashAttention-3, arXiv:2407.08608).
+//
+// A block has one warpgroup that loads and kConsumers that compute, 64 rows of a tile each, and stays for the
+// whole launch (schedule.cuh). A consumer issues the scores of the next block of keys together with the
+// product p v of the last one, and works out the softmax of the new scores while p v still runs. With the
+// last p v of a tile it issues the first scores of the next tile. Consumers take turns at issuing products,
+// so that one's softmax falls into the others' products.
+#pragma once
+
+#include <cuda.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "accumulator.cuh"
+#include "arithmetic.h"
+#include "launch.h"
+#include "mask.cuh"
+#include "params.h"
+#include "ptx/barrier.h"
+#include "ptx/memory.h"
+#include "ptx/tensor_copy.h"
+#include "ptx/wgmma.h"
+#include "sm90/schedule.cuh"
+#include "sm90/tensor_map.h"
+#include "softmax.cuh"
+#include "tiles.h"
+
+namespace jax_flash::cuda {
+using forward_params = ForwardParams;
+}
+
+namespace jax_flash::cuda::sm90 {
+
+struct ForwardArguments {
+  CUtensorMap tQ;    // boxes of 64 rows
+  CUtensorMap tK;    // boxes of kBlockN rows
+  CUtensorMap tV;    // boxes of kBlockN rows
+  CUtensorMap tOut;  // boxes of 16 rows
+  ForwardParams params;
+  LogitScale logit;
+  Schedule schedule;
+};
+
+template <class Arithmetic_, int kHeadDim_, ForwardTile kTile_, bool kTransform_>
+struct ForwardConfig {
+  using Arithmetic = Arithmetic_;
+  using Element = typename Arithmetic::Element;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr ForwardTile kTile = kTile_;
+  static constexpr bool kTransform = kTransform_;  // of scores, before the softmax
+  static constexpr int kConsumers = kTile.consumers, kBlockM = 64 * kConsumers, kBlockN = kTile.block_n;
+  static constexpr int kStages = kTile.stages, kQStages = kTile.q_stages;
+  static constexpr int kThreads = 128 * (1 + kConsumers);
+  // What the block was launched with, 168, 128 or 96 a thread, dealt out anew.
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : kConsumers == 3 ? 32 : 24;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
+  // While p v runs, out cannot be rescaled. With few registers that is done as soon as it has ended; with
+  // many to rescale it is done while the next scores are formed.
+  static constexpr bool kRescaleLate = kHeadDim > 128;
+
+  using Tile = WorkTile<kConsumers>;
+
+  // Shared memory: tiles of kChunks times [rows, 64] elements, swizzled.
+  static constexpr int kChunks = (kHeadDim + kChunkColumns - 1) / kChunkColumns;
+  static constexpr int kQChunkBytes = kBlockM * kChunkRowBytes, kKvChunkBytes = kBlockN * kChunkRowBytes;
+  static constexpr int kQBytes = kChunks * kQChunkBytes, kKvBytes = kChunks * kKvChunkBytes;
+  static constexpr int kK = kQStages * kQBytes, kV = kK + kStages * kKvBytes, kOut = kV + kStages * kKvBytes;
+  static constexpr int kTiles = kOut + (kTile.out_buffer ? kQBytes : 0);
+  static constexpr int kTileStages = 2;
+  static constexpr int kBarriers = kTiles + kTileStages * int{sizeof(Tile)};
+  static constexpr int kNumBarriers = 2 * (kQStages * kConsumers + 2 * kStages + kTileStages) + 2;
+  static constexpr int kSharedBytes = kBarriers + 8 * kNumBarriers;
+  static_assert(kQChunkBytes % 1024 == 0 && kKvChunkBytes % 1024 == 0,
+                "wgmma wants tiles aligned to 1024 bytes");
+  static_assert(sizeof(Tile) % 4 == 0 && kTileStages * sizeof(Tile) % 8 == 0);
+  static_assert(kSharedBytes <= 227 * 1024);
+};
+
+// Addresses in shared memory.
+template <class Config>
+struct ForwardShared {
+  using Tile = typename Config::Tile;
+
+  uint8_t* start;
+  uint32_t base = ptx::shared_address(start);
+
+  __device__ uint32_t sQ(int stage, int row) const {
+    return base + stage * Config::kQBytes + row * kChunkRowBytes;
+  }
+  __device__ uint32_t sK(int stage) const { return base + Config::kK + stage * Config::kKvBytes; }
+  __device__ uint32_t sV(int stage) const { return base + Config::kV + stage * Config::kKvBytes; }
+  // out [kBlockM, kHeadDim] has a buffer of its own or takes the place of q.
+  __device__ uint32_t sOut(int q_stage, int row) const {
+    return Config::kTile.out_buffer ? base + Config::kOut + row * kChunkRowBytes : sQ(q_stage, row);
+  }
+  __device__ Tile& tile(int stage) const { return reinterpret_cast<Tile*>(start + Config::kTiles)[stage]; }
+
+  // Each buffer has a barrier for "full" and one for "empty".
+  __device__ uint32_t tile_full(int stage) const { return barrier(stage); }
+  __device__ uint32_t tile_empty(int stage) const { return barrier(Config::kTileStages + stage); }
+  __device__ uint32_t k_full(int stage) const { return kv_barrier(0, stage); }
+  __device__ uint32_t k_empty(int stage) const { return kv_barrier(1, stage); }
+  __device__ uint32_t v_full(int stage) const { return kv_barrier(2, stage); }
+  __device__ uint32_t v_empty(int stage) const { return kv_barrier(3, stage); }
+  __device__ uint32_t q_full(int stage, int consumer) const { return q_barrier(0, stage, consumer); }
+  __device__ uint32_t q_empty(int stage, int consumer) const { return q_barrier(1, stage, consumer); }
+  __device__ uint32_t v_tail() const { return barrier(Config::kNumBarriers - 1); }
+  __device__ uint32_t tile_wanted() const { return barrier(Config::kNumBarriers - 2); }
+
+ private:
+  __device__ uint32_t barrier(int index) const { return base + Config::kBarriers + 8 * index; }
+  __device__ uint32_t kv_barrier(int kind, int stage) const {
+    return barrier(2 * Config::kTileStages + kind * Config::kStages + stage);
+  }
+  __device__ uint32_t q_barrier(int kind, int stage, int consumer) const {
+    return barrier(2 * Config::kTileStages + 4 * Config::kStages +
+                   (kind * Config::kQStages + stage) * Config::kConsumers + consumer);
+  }
+};
+
+// The same value, known to the compiler to be the same in all lanes: what depends on it stays in uniform
+// registers.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffff, value, 0); }
+
+// A place in a ring of buffers, and the parity of the pass through the ring.
+template <int kStages>
+struct RingPlace {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+
+  __device__ __forceinline__ void advance(int count) {
+    const int passed = stage + count;
+    stage = passed % kStages;
+    parity ^= passed / kStages % 2;
+  }
+};
+
+// ---- The producer's first warp: which tile is next, and its queries ----
+
+template <class Config>
+struct ForwardScheduler {
+  const ForwardArguments& arguments;
+  ForwardShared<Config> shared;
+  RingPlace<Config::kQStages> q_place;
+  RingPlace<Config::kTileStages> tile_place;
+
+  // By one thread.
+  __device__ __forceinline__ void run() {
+    const Schedule& schedule = arguments.schedule;
+    uint32_t parity = 0;
+    for (int index = blockIdx.x;;) {
+      typename Config::Tile& tile = shared.tile(tile_place.stage);
+      ptx::barrier_wait(shared.tile_empty(tile_place.stage), tile_place.parity ^ 1);
+      write_tile<Config::kBlockN>(schedule, arguments.params, index, tile);
+      ptx::barrier_arrive(shared.tile_full(tile_place.stage));
+      if (index >= schedule.num_tiles) return;
+      load_q(tile);
+      tile_place.advance();
+
+      ptx::barrier_wait(shared.tile_wanted(), parity);
+      parity ^= 1;
+      index = gridDim.x + (schedule.counter ? atomicAdd(schedule.counter, 1) : index);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void load_q(const typename Config::Tile& tile) {
+    constexpr int kBytes = Config::kChunks * 64 * kChunkRowBytes;
+#pragma unroll 1
+    for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
+      const uint32_t full = shared.q_full(q_place.stage, consumer);
+      ptx::barrier_wait(shared.q_empty(q_place.stage, consumer), q_place.parity ^ 1);
+      ptx::barrier_arrive_expect(full, kBytes);
+#pragma unroll
+      for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+        ptx::tensor_load(shared.sQ(q_place.stage, 64 * consumer) + chunk * Config::kQChunkBytes, arguments.tQ,
+                         full, chunk * kChunkColumns, tile.head, tile.m_start + 64 * consumer, tile.batch,
+                         ptx::kEvictFirst);
+      }
+    }
+    q_place.advance();
+  }
+};
+
+// ---- The producer's second and third warp: keys, values ----
+
+// The place of a block of keys in its ring, of values in theirs.
+template <class Config, bool kIsKeys>
+struct ForwardLoader {
+  static constexpr int kBlockN = Config::kBlockN;
+
+  const ForwardArguments& arguments;
+  ForwardShared<Config> shared;
+  RingPlace<Config::kStages> place;
+  RingPlace<Config::kTileStages> tile_place;
+  uint32_t tail_parity = 0;
+  int kv_head, batch;  // of the tile at hand
+
+  __device__ __forceinline__ void run() {
+    const int group = arguments.schedule.num_heads / static_cast<int>(arguments.params.num_kv_heads);
+    const int seqlen_kv = static_cast<int>(arguments.params.seqlen_kv);
+    while (true) {
+      ptx::barrier_wait(shared.tile_full(tile_place.stage), tile_place.parity);
+      const typename Config::Tile& tile = shared.tile(tile_place.stage);
+      if (uniform(tile.m_start) < 0) return;
+      kv_head = uniform(tile.head) / group;
+      batch = uniform(tile.batch);
+      const int kv_length = uniform(tile.mask.kv_length);
+      const int n_begin = uniform(tile.blocks.begin), n_last = uniform(tile.blocks.end) - 1;
+      if (ptx::elect_one()) ptx::barrier_arrive(shared.tile_empty(tile_place.stage));
+      tile_place.advance();
+
+      // The next tile is asked for some blocks before the end of this one, so that it and its queries are
+      // there in time. All do so alike, hence still in the order in which they will be free.
+      const int n_ask = max(min(n_begin + 3, n_last), n_begin - 1);
+      int n = n_last;
+      if (!kIsKeys && n >= n_begin) {
+        const int rows = kv_length - n * kBlockN;
+        if (rows < kBlockN && kv_length < seqlen_kv) {
+          load_tail(n, rows);
+          --n;
+        }
+      }
+      if (ptx::elect_one()) {
+        if (kIsKeys && n_ask < n_begin) ptx::barrier_arrive(shared.tile_wanted());
+        RingPlace<Config::kStages> at = place;
+#pragma unroll 1
+        for (int i = n; i >= n_begin; --i) {
+          if (kIsKeys && i == n_ask) ptx::barrier_arrive(shared.tile_wanted());
+          ptx::barrier_wait(empty(at.stage), at.parity ^ 1);
+          load(at.stage, full(at.stage), i);
+          at.advance();
+        }
+      }
+      __syncwarp();
+      place.advance(max(n + 1 - n_begin, 0));
+    }
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t full(int stage) const {
+    return kIsKeys ? shared.k_full(stage) : shared.v_full(stage);
+  }
+  __device__ __forceinline__ uint32_t empty(int stage) const {
+    return kIsKeys ? shared.k_empty(stage) : shared.v_empty(stage);
+  }
+  __device__ __forceinline__ uint32_t sKv(int stage) const {
+    return kIsKeys ? shared.sK(stage) : shared.sV(stage);
+  }
+
+  // By one thread.
+  __device__ __forceinline__ void load(int stage, uint32_t barrier, int n_block) {
+    ptx::barrier_arrive_expect(barrier, Config::kKvBytes);
+#pragma unroll
+    for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+      ptx::tensor_load(sKv(stage) + chunk * Config::kKvChunkBytes, kIsKeys ? arguments.tK : arguments.tV,
+                       barrier, chunk * kChunkColumns, kv_head, n_block * kBlockN, batch, ptx::kEvictLast);
+    }
+  }
+
+  // The values of a block of which only `rows` count. The others lie in the tensor, so may be NaN, and 0 *
+  // NaN is NaN.
+  __device__ __forceinline__ void load_tail(int n_block, int rows) {
+    ptx::barrier_wait(empty(place.stage), place.parity ^ 1);
+    __syncwarp();
+    if (ptx::elect_one()) load(place.stage, shared.v_tail(), n_block);
+    ptx::barrier_wait(shared.v_tail(), tail_parity);
+    tail_parity ^= 1;
+    const uint32_t zeros[4] = {0, 0, 0, 0};
+#pragma unroll 1
+    for (int i = rows * 8 + lane_id(); i < kBlockN * 8; i += 32) {
+#pragma unroll 1
+      for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+        ptx::store_shared_x4(sKv(place.stage) + chunk * Config::kKvChunkBytes + i * 16, zeros);
+      }
+    }
+    ptx::async_proxy_fence();
+    __syncwarp();
+    if (ptx::elect_one()) ptx::barrier_arrive(full(place.stage));
+    place.advance();
+  }
+};
+
+// ---- A consumer: a warpgroup ----
+
+template <class Config>
+struct ForwardConsumer {
+  using Arithmetic = typename Config::Arithmetic;
+  using Tile = typename Config::Tile;
+  static constexpr int kHeadDim = Config::kHeadDim, kBlockN = Config::kBlockN,
+                       kConsumers = Config::kConsumers;
+  static constexpr int kKvSteps = kBlockN / 16;
+
+  const ForwardArguments& arguments;
+  ForwardShared<Config> shared;
+  int consumer;  // which one of kConsumers
+  RingPlace<Config::kStages> kv_place;
+  RingPlace<Config::kQStages> q_place;
+  RingPlace<Config::kTileStages> tile_place;
+
+  // The tile at hand: its part of out, and the probabilities of a block of keys that are yet to be multiplied
+  // by v.
+  OnlineSoftmax<1> softmax;
+  float out[1][kHeadDim / 8][4];
+  uint32_t p[kKvSteps][4];
+  float factor[1][2];
+  bool rescale = false;
+  bool has_tile;
+  uint32_t sQ;       // of this consumer's rows
+  KeyBlocks blocks;  // that this consumer's rows see
+
+  __device__ __forceinline__ ForwardConsumer(const ForwardArguments& arguments, ForwardShared<Config> shared,
+                                             int consumer)
+      : arguments(arguments), shared(shared), consumer(consumer) {}
+
+  __device__ __forceinline__ void run() {
+    if (consumer == kConsumers - 1) pass_turn();  // the first one begins
+    has_tile = read_tile();
+    bool is_joint = false;  // are the first scores of the tile at hand done?
+#pragma unroll 1
+    while (has_tile) {
+      if (!is_joint) {
+        begin_rows();
+        skip(tile().blocks.end - blocks.end);
+        if (!blocks.is_empty()) first_scores();
+      }
+      // The inner loop is the one that counts: it stays short enough for the instruction cache.
+#pragma unroll 1
+      for (int n = blocks.end - 2; n >= blocks.begin; --n) {
+#pragma unroll 1
+        for (; blocks.is_whole(n); --n) next_block</*kMasked=*/false>(n);
+        if (n >= blocks.begin) next_block</*kMasked=*/true>(n);
+      }
+      is_joint = end_tile();
+    }
+    if (lane_id() == 0) ptx::tensor_store_wait_read();
+  }
+
+ private:
+  // ---- Turns and buffers ----
+
+  __device__ __forceinline__ void take_turn() { ptx::named_barrier_wait(1 + consumer, 256); }
+  __device__ __forceinline__ void pass_turn() {
+    ptx::named_barrier_arrive(1 + (consumer == kConsumers - 1 ? 0 : consumer + 1), 256);
+  }
+  __device__ __forceinline__ void wait_group() { ptx::named_barrier_wait(1 + kConsumers + consumer, 128); }
+
+  // Products end for the warpgroup as a whole, so one thread can speak for it.
+  __device__ __forceinline__ void release(uint32_t barrier) {
+    if (threadIdx.x % 128 == 0) ptx::barrier_arrive(barrier);
+  }
+
+  __device__ __forceinline__ int warp_row() const { return 64 * consumer + threadIdx.x / 32 % 4 * 16; }
+
+  // ---- Tiles ----
+
+  __device__ __forceinline__ const Tile& tile() const { return shared.tile(tile_place.stage); }
+
+  // Waits for the next tile; false if there is none.
+  __device__ __forceinline__ bool read_tile() {
+    ptx::barrier_wait(shared.tile_full(tile_place.stage), tile_place.parity);
+    if (uniform(tile().m_start) < 0) return false;
+    const KeyBlocks rows = tile().rows[consumer];
+    blocks = {uniform(rows.begin), uniform(rows.end), uniform(rows.whole_begin), uniform(rows.whole_end)};
+    return true;
+  }
+
+  __device__ __forceinline__ void release_tile() {
+    __syncwarp();
+    if (lane_id() == 0) ptx::barrier_arrive(shared.tile_empty(tile_place.stage));
+    tile_place.advance();
+  }
+
+  __device__ __forceinline__ void release_q(int stage) {
+    __syncwarp();
+    if (lane_id() == 0) ptx::barrier_arrive(shared.q_empty(stage, consumer));
+  }
+
+  __device__ __forceinline__ void begin_rows() {
+    softmax.reset();
+    clear(out);
+    rescale = false;
+  }
+
+  // Lets blocks of keys pass that only other consumers' rows see.
+  __device__ __forceinline__ void skip(int count) {
+#pragma unroll 1
+    for (int i = uniform(count); i > 0; --i) {
+      __syncwarp();  // or a lane might miss a phase
+      take_turn();
+      pass_turn();
+      ptx::barrier_wait(shared.k_full(kv_place.stage), kv_place.parity);
+      release(shared.k_empty(kv_place.stage));
+      ptx::barrier_wait(shared.v_full(kv_place.stage), kv_place.parity);
+      release(shared.v_empty(kv_place.stage));
+      kv_place.advance();
+    }
+  }
+
+  // ---- Products ----
+
+  __device__ __forceinline__ void issue_scores(float (&scores)[1][Config::kBlockN / 8][4], uint32_t sK) {
+    const uint64_t q = ptx::matrix_descriptor(sQ, 0), k = ptx::matrix_descriptor(sK, 0);
+    ptx::keep_in_place(scores[0]);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      const int chunk = step / 4, bytes = step % 4 * 32;
+      ptx::Wgmma<Arithmetic, kBlockN>::shared(scores[0], q + (chunk * Config::kQChunkBytes + bytes) / 16,
+                                              k + (chunk * Config::kKvChunkBytes + bytes) / 16, step > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void issue_values(uint32_t sV) {
+    const uint64_t v = ptx::matrix_descriptor(sV, Config::kKvChunkBytes);
+    ptx::keep_in_place(p);
+    ptx::keep_in_place(out[0]);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kKvSteps; ++step) {
+      ptx::Wgmma<Arithmetic, kHeadDim>::registers(out[0], p[step], v + step * 16 * kChunkRowBytes / 16);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // ---- Softmax ----
+
+  // From scores of block n to probabilities; true if out must be multiplied by `factor`.
+  template <bool kMasked>
+  __device__ __forceinline__ bool soften(float (&scores)[1][Config::kBlockN / 8][4], int n) {
+    if constexpr (Config::kTransform) transform_scores(scores, arguments.logit);
+    if (kMasked && !blocks.is_whole(n)) {
+      const int row = tile().m_start + warp_row(), key = n * kBlockN;
+      if (n < blocks.whole_begin) fill_before(scores, tile().mask, row, key, -INFINITY);
+      if (n >= blocks.whole_end) fill_behind(scores, tile().mask, row, key, -INFINITY);
+    }
+    const bool moved = softmax.raise_maximum(scores, arguments.logit.scale_log2, factor);
+    softmax.exponentiate(scores, arguments.logit.scale_log2);
+    return moved;
+  }
+
+  // In a product's accumulators a lane holds what it needs of it as the other operand of the next one.
+  __device__ __forceinline__ void keep_probabilities(const float (&scores)[1][Config::kBlockN / 8][4]) {
+#pragma unroll
+    for (int step = 0; step < kKvSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&tile)[4] = scores[0][2 * step + i / 2];
+        p[step][i] = pack<Arithmetic>(tile[i % 2 * 2], tile[i % 2 * 2 + 1]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void rescale_out() {
+    if (rescale) [[unlikely]]
+      softmax.scale_rows(out, factor);
+  }
+
+  // ---- Blocks of keys ----
+
+  __device__ __forceinline__ void first_scores() {
+    float scores[1][Config::kBlockN / 8][4];
+    ptx::barrier_wait(shared.q_full(q_place.stage, consumer), q_place.parity);
+    ptx::barrier_wait(shared.k_full(kv_place.stage), kv_place.parity);
+    sQ = uniform(shared.sQ(q_place.stage, 64 * consumer));
+    const uint32_t sK = shared.sK(uniform(kv_place.stage));
+    take_turn();
+    issue_scores(scores, sK);
+    pass_turn();
+    ptx::wgmma_wait<0>();
+    ptx::keep_in_place(scores[0]);
+    release(shared.k_empty(kv_place.stage));
+    soften</*kMasked=*/true>(scores, blocks.end - 1);
+    keep_probabilities(scores);
+  }
+
+  // Scores of block n, p v of the block behind it.
+  template <bool kMasked>
+  __device__ __forceinline__ void next_block(int n) {
+    const RingPlace<Config::kStages> v_place = kv_place;
+    kv_place.advance();
+    float scores[1][Config::kBlockN / 8][4];
+    const uint32_t sK = shared.sK(uniform(kv_place.stage)), sV = shared.sV(uniform(v_place.stage));
+    ptx::barrier_wait(shared.k_full(kv_place.stage), kv_place.parity);
+    take_turn();
+    issue_scores(scores, sK);
+    if constexpr (Config::kRescaleLate) rescale_out();
+    ptx::barrier_wait(shared.v_full(v_place.stage), v_place.parity);
+    issue_values(sV);
+    pass_turn();
+    ptx::wgmma_wait<1>();
+    ptx::keep_in_place(scores[0]);
+    release(shared.k_empty(kv_place.stage));
+    rescale = soften<kMasked>(scores, n);
+    ptx::keep_in_place(scores[0]);
+    ptx::wgmma_wait<0>();
+    ptx::keep_in_place(out[0]);
+    release(shared.v_empty(v_place.stage));
+    keep_probabilities(scores);
+    if constexpr (!Config::kRescaleLate) rescale_out();
+  }
+
+  // The last p v of the tile, together with the first scores of the next one where that is possible: then
+  // true.
+  __device__ __forceinline__ bool end_tile() {
+    const int m_start = uniform(tile().m_start), head = uniform(tile().head), batch = uniform(tile().batch);
+    const int to_skip = blocks.begin - uniform(tile().blocks.begin);
+    const bool is_empty = blocks.is_empty();
+    if (is_empty) ptx::barrier_wait(shared.q_full(q_place.stage, consumer), q_place.parity);
+    const int q_stage = q_place.stage;
+    q_place.advance();
+    if constexpr (Config::kTile.out_buffer) release_q(q_stage);
+    release_tile();
+    if constexpr (Config::kRescaleLate) rescale_out();
+
+    bool is_joint = false;
+    const bool may_join = Config::kQStages > 1 && !is_empty && to_skip == 0;
+    if (may_join) {
+      has_tile = read_tile();
+      is_joint = has_tile && !blocks.is_empty() && blocks.end == uniform(tile().blocks.end);
+    }
+    float scores[1][Config::kBlockN / 8][4];
+    if (is_joint) {
+      joint_products(scores);
+    } else if (!is_empty) {
+      last_values();
+    }
+    if constexpr (!Config::kTile.out_buffer)
+      wait_group();  // a product reads q for all warps: all are done with it
+    write_out(m_start, head, batch, q_stage);
+    if (is_joint) {
+      begin_rows();
+      soften</*kMasked=*/true>(scores, blocks.end - 1);
+      keep_probabilities(scores);
+    }
+    if constexpr (!Config::kTile.out_buffer) {
+      if (lane_id() == 0) ptx::tensor_store_wait_read();
+      release_q(q_stage);
+    }
+    if (!may_join) {
+      skip(to_skip);
+      has_tile = read_tile();
+    }
+    return is_joint;
+  }
+
+  // The next tile's first scores, this tile's last p v; waits for both.
+  __device__ __forceinline__ void joint_products(float (&scores)[1][Config::kBlockN / 8][4]) {
+    const RingPlace<Config::kStages> v_place = kv_place;
+    kv_place.advance();
+    ptx::barrier_wait(shared.q_full(q_place.stage, consumer), q_place.parity);
+    ptx::barrier_wait(shared.k_full(kv_place.stage), kv_place.parity);
+    sQ = uniform(shared.sQ(q_place.stage, 64 * consumer));
+    const uint32_t sK = shared.sK(uniform(kv_place.stage)), sV = shared.sV(uniform(v_place.stage));
+    take_turn();
+    issue_scores(scores, sK);
+    ptx::barrier_wait(shared.v_full(v_place.stage), v_place.parity);
+    issue_values(sV);
+    pass_turn();
+    ptx::wgmma_wait<0>();
+    ptx::keep_in_place(scores[0]);
+    ptx::keep_in_place(out[0]);
+    release(shared.k_empty(kv_place.stage));
+    release(shared.v_empty(v_place.stage));
+  }
+
+  __device__ __forceinline__ void last_values() {
+    ptx::barrier_wait(shared.v_full(kv_place.stage), kv_place.parity);
+    issue_values(shared.sV(uniform(kv_place.stage)));
+    ptx::wgmma_wait<0>();
+    ptx::keep_in_place(out[0]);
+    release(shared.v_empty(kv_place.stage));
+    kv_place.advance();
+  }
+
+  // ---- Normalise, write out and lse ----
+
+  __device__ __forceinline__ void write_out(int m_start, int head, int batch, int q_stage) {
+    const ForwardParams& params = arguments.params;
+    const int seqlen_q = static_cast<int>(params.seqlen_q);
+    const int row0 = m_start + warp_row();
+    float normalizer[2];
+    bool hidden[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float lse = softmax.finish(0, h, &normalizer[h]);
+      hidden[h] = lse == -INFINITY;
+      const int row = row0 + accumulator_row(0, h);
+      if (lane_id() % 4 == 0 && row < seqlen_q) {
+        static_cast<float*>(params.lse)[(int64_t{batch} * seqlen_q + row) * params.num_heads + head] = lse;
+      }
+    }
+    if (__any_sync(0xffffffff, hidden[0] || hidden[1])) {
+      // A row that sees no key: other rows may have put 0 * NaN into it.
+      for_each_accumulator(out, [&](int, int h, int nt, int c) {
+        if (hidden[h]) out[0][nt][2 * h + c] = 0;
+      });
+    }
+    if (lane_id() == 0) ptx::tensor_store_wait_read();  // the store before has left the buffer
+    __syncwarp();
+    const uint32_t sOut = shared.sOut(q_stage, warp_row());
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 16; ++i) {
+      uint32_t values[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float (&tile)[4] = out[0][2 * i + j / 2];
+        values[j] =
+            pack<Arithmetic>(tile[j % 2 * 2] * normalizer[j % 2], tile[j % 2 * 2 + 1] * normalizer[j % 2]);
+      }
+      const int row = lane_id() % 16, piece = 2 * (i % 4) + lane_id() / 16;  // of 16 bytes
+      ptx::store_matrix_x4(
+          sOut + i / 4 * Config::kQChunkBytes + row * kChunkRowBytes + (piece ^ row % 8) * 16, values);
+    }
+    ptx::async_proxy_fence();
+    __syncwarp();
+    if (lane_id() == 0 && row0 < seqlen_q) {
+#pragma unroll
+      for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+        if (chunk * kChunkColumns < params.head_dim_v) {
+          ptx::tensor_store(arguments.tOut, sOut + chunk * Config::kQChunkBytes, chunk * kChunkColumns, head,
+                            row0, batch);
+        }
+      }
+      ptx::tensor_store_commit();
+    }
+  }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    forward_kernel(const __grid_constant__ ForwardArguments arguments) {
+  extern __shared__ __align__(1024) uint8_t start[];
+  const ForwardShared<Config> shared{start};
+
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < Config::kTileStages; ++stage) {
+      ptx::barrier_init(shared.tile_full(stage), 1);
+      ptx::barrier_init(shared.tile_empty(stage), 2 + 4 * Config::kConsumers);
+    }
+    for (int stage = 0; stage < Config::kStages; ++stage) {
+      ptx::barrier_init(shared.k_full(stage), 1);
+      ptx::barrier_init(shared.k_empty(stage), Config::kConsumers);
+      ptx::barrier_init(shared.v_full(stage), 1);
+      ptx::barrier_init(shared.v_empty(stage), Config::kConsumers);
+    }
+    for (int stage = 0; stage < Config::kQStages; ++stage) {
+      for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
+        ptx::barrier_init(shared.q_full(stage, consumer), 1);
+        ptx::barrier_init(shared.q_empty(stage, consumer), 4);
+      }
+    }
+    ptx::barrier_init(shared.v_tail(), 1);
+    ptx::barrier_init(shared.tile_wanted(), 1);
+    ptx::barrier_init_fence();
+  }
+  __syncthreads();
+
+  const int warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup == 0) {
+    ptx::release_registers<Config::kProducerRegisters>();
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp == 0) {
+      if (ptx::elect_one()) ForwardScheduler<Config>{arguments, shared}.run();
+    } else if (warp == 1) {
+      ForwardLoader<Config, /*kIsKeys=*/true>{arguments, shared}.run();
+    } else if (warp == 2) {
+      ForwardLoader<Config, /*kIsKeys=*/false>{arguments, shared}.run();
+    }
+  } else {
+    ptx::acquire_registers<Config::kConsumerRegisters>();
+    ForwardConsumer<Config>(arguments, shared, warpgroup - 1).run();
+  }
+}
+
+template <class Config>
+cudaError_t launch_forward(const ForwardParams& params, const LaunchContext& context) {
+  using Element = typename Config::Element;
+  ForwardArguments arguments{.params = params, .logit = LogitScale(params.options)};
+  if (!make_schedule(params, Config::kBlockM, context, &arguments.schedule)) return kDoesNotFit;
+  const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
+  const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
+  for (cudaError_t error : {make_tensor_map<Element>(params.q, B, T, N, H, 64, &arguments.tQ),
+                            make_tensor_map<Element>(params.k, B, S, K, H, Config::kBlockN, &arguments.tK),
+                            make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kBlockN, &arguments.tV),
+                            make_tensor_map<Element>(params.out, B, T, N, Hv, 16, &arguments.tOut)}) {
+    if (error != cudaSuccess) return error;
+  }
+  if (arguments.schedule.counter) {
+    const cudaError_t error = cudaMemsetAsync(arguments.schedule.counter, 0, sizeof(int), context.stream);
+    if (error != cudaSuccess) return error;
+  }
+  const int blocks = std::min(arguments.schedule.num_tiles, context.multiprocessors);
+  return launch(forward_kernel<Config>, blocks, Config::kThreads, Config::kSharedBytes, context, arguments);
+}
+
+template <class Arithmetic, int kHeadDim>
+cudaError_t forward(const ForwardParams& params, const LaunchContext& context) {
+  if (context.compute_capability != 90 ||
+      !has_tensor_map(params.seqlen_q, params.num_heads, params.head_dim) ||
+      !has_tensor_map(params.seqlen_q, params.num_heads, params.head_dim_v) ||
+      !has_tensor_map(params.seqlen_kv, params.num_kv_heads, params.head_dim) ||
+      !has_tensor_map(params.seqlen_kv, params.num_kv_heads, params.head_dim_v)) {
+    return kDoesNotFit;
+  }
+  const bool transform = LogitScale(params.options).transform != LogitScale::kNone;
+  auto launch_tile = [&]<bool kLong>() {
+    // The largest head dim's long tile has no registers left to transform scores in.
+    constexpr ForwardTile kTile = forward_tile(kHeadDim, kLong);
+    constexpr ForwardTile kTransformTile = forward_tile(kHeadDim, kLong && kHeadDim <= 128);
+    return transform
+               ? launch_forward<ForwardConfig<Arithmetic, kHeadDim, kTransformTile, true>>(params, context)
+               : launch_forward<ForwardConfig<Arithmetic, kHeadDim, kTile, false>>(params, context);
+  };
+  const bool use_long = context.forced_tile < 0
+                            ? is_long(kHeadDim, params.seqlen_q, params.seqlen_kv, params.options.is_causal)
+                            : context.forced_tile == 1;
+  return use_long ? launch_tile.template operator()<true>() : launch_tile.template operator()<false>();
+}
+
+}  // namespace jax_flash::cuda::sm90

@@ -1,0 +1,97 @@
+// Which tile of rows a block works on next.
+//
+// Blocks stay for the whole launch, one a multiprocessor. Tiles are handed out longest first (a causal tile
+// is the longer the later its rows are), so that what is left at the end is short; but only among the heads
+// of one section, whose keys and values fit in L2 together. Where all tiles take as long, block b takes tiles
+// b, b + grid, ...; otherwise, and with lengths and offsets that only the device knows, the block that is
+// free first takes the next one off a counter. Nothing that is computed depends on who computes it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "launch.h"
+#include "mask.cuh"
+#include "params.h"
+
+namespace jax_flash::cuda::sm90 {
+
+struct Schedule {
+  int num_m_blocks;   // tiles of one head
+  int num_heads;      // of one batch element
+  int total_heads;    // of all batch elements
+  int section_heads;  // of one section but the last
+  int num_tiles;
+  int* counter;  // of tiles handed out beyond each block's first; null: dealt out in turn
+};
+
+// False where the tiles cannot be numbered.
+inline bool make_schedule(const ForwardParams& params, int block_m, const LaunchContext& context,
+                          Schedule* schedule) {
+  constexpr int64_t kSectionBytes = 18 << 20;  // of keys and values: 9 and 26 MB were slower on 50 MB of L2
+  const int64_t total_heads = params.batch * params.num_heads;
+  const int64_t num_m_blocks = ceil_div(params.seqlen_q, block_m);
+  if (total_heads * num_m_blocks > std::numeric_limits<int32_t>::max() - context.multiprocessors)
+    return false;
+  const int64_t group = params.num_heads / params.num_kv_heads;
+  const int64_t head_bytes = 2 * params.seqlen_kv * (params.head_dim + params.head_dim_v);
+  const int64_t num_sections = ceil_div(total_heads / group * head_bytes, kSectionBytes);
+  const int64_t section_heads = group * ceil_div(total_heads / group, std::max<int64_t>(num_sections, 1));
+  const Options& options = params.options;
+  const bool is_even = !options.is_causal && options.window_left < 0 && options.window_right < 0 &&
+                       !params.query_seq_lengths && !params.key_value_seq_lengths;
+  *schedule = {static_cast<int>(num_m_blocks),
+               static_cast<int>(params.num_heads),
+               static_cast<int>(total_heads),
+               static_cast<int>(section_heads),
+               static_cast<int>(total_heads * num_m_blocks),
+               is_even ? nullptr : params.tile_counter};
+  return true;
+}
+
+// A tile of rows of one head, and what its rows see.
+template <int kConsumers>
+struct WorkTile {
+  int m_start;  // -1: there are no more tiles
+  int head;
+  int batch;
+  KeyBlocks blocks;            // of all rows
+  KeyBlocks rows[kConsumers];  // of 64 rows each; begin = end = blocks.begin where they see nothing
+  Mask mask;
+};
+
+// Fills in tile number `index`, field by field: the thread that does it has few registers.
+template <int kBlockN, int kConsumers>
+__device__ __forceinline__ void write_tile(const Schedule& schedule, const AttentionParams& params, int index,
+                                           WorkTile<kConsumers>& tile) {
+  if (index >= schedule.num_tiles) {
+    tile.m_start = -1;
+    return;
+  }
+  const int section_tiles = schedule.section_heads * schedule.num_m_blocks;
+  const int section = index / section_tiles;
+  const int in_section = index - section * section_tiles;
+  const int first_head = section * schedule.section_heads;
+  const int heads = min(schedule.section_heads, schedule.total_heads - first_head);
+  const int m_from_last = in_section / heads;
+  const int m_start = (schedule.num_m_blocks - 1 - m_from_last) * 64 * kConsumers;
+  const int head_and_batch = first_head + in_section - m_from_last * heads;
+  const int batch = head_and_batch / schedule.num_heads;
+  const Mask mask(params, batch);
+  tile.m_start = m_start;
+  tile.head = head_and_batch - batch * schedule.num_heads;
+  tile.batch = batch;
+  tile.mask = mask;
+  // Rows beyond the end of out count as if they were not there: they are neither masked nor written.
+  const int rows_left = static_cast<int>(params.seqlen_q) - m_start;
+  const KeyBlocks blocks = mask.key_blocks<kBlockN>(m_start, min(64 * kConsumers, rows_left));
+  tile.blocks = blocks;
+#pragma unroll 1
+  for (int i = 0; i < kConsumers; ++i) {
+    KeyBlocks rows = mask.key_blocks<kBlockN>(m_start + 64 * i, min(64, rows_left - 64 * i));
+    if (rows.is_empty()) rows.begin = rows.end = blocks.begin;
+    tile.rows[i] = rows;
+  }
+}
+
+}  // namespace jax_flash::cuda::sm90

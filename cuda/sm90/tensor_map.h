@@ -1,0 +1,61 @@
+// Host side of the copy engine: what it must know of a tensor.
+#pragma once
+
+#include <cuda.h>
+#include <cudaTypedefs.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace jax_flash::cuda::sm90 {
+
+// Rows of shared memory are this many 16-bit elements, 128 bytes, which is as far as the copy engine
+// swizzles. A tile with wider rows is several tiles of such rows.
+inline constexpr int kChunkColumns = 64;
+inline constexpr int kChunkRowBytes = 128;
+
+// The function of the driver, found at run time: the library must load where there is no driver.
+inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
+  static const auto encoder = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                               cudaEnableDefault, &found);
+    if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) function = nullptr;
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+  }();
+  return encoder;
+}
+
+// Can the copy engine read and write rows of `head_dim` 16-bit elements of such a tensor? Strides are
+// multiples of 16 bytes, below 2^40.
+inline bool has_tensor_map(int64_t seqlen, int64_t num_heads, int64_t head_dim) {
+  return head_dim % 8 == 0 && seqlen > 0 && 2 * seqlen * num_heads * head_dim < int64_t{1} << 40;
+}
+
+// Boxes of `box_rows` rows and kChunkColumns columns of one head of a dense [batch, seqlen, num_heads,
+// head_dim]. Coordinates are (column, head, row, batch).
+template <class Element>
+cudaError_t make_tensor_map(const void* tensor, int64_t batch, int64_t seqlen, int64_t num_heads,
+                            int64_t head_dim, int box_rows, CUtensorMap* map) {
+  static_assert(sizeof(Element) == 2);
+  constexpr CUtensorMapDataType kType = std::is_same_v<Element, __nv_bfloat16>
+                                            ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                            : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const auto encode = tensor_map_encoder();
+  if (!encode) return cudaErrorInsufficientDriver;
+  const cuuint64_t sizes[] = {cuuint64_t(head_dim), cuuint64_t(num_heads), cuuint64_t(seqlen),
+                              cuuint64_t(batch)};
+  const cuuint64_t row_bytes = 2 * head_dim;
+  const cuuint64_t strides[] = {row_bytes, row_bytes * num_heads, row_bytes * num_heads * seqlen};
+  const cuuint32_t box[] = {kChunkColumns, 1, cuuint32_t(box_rows), 1};
+  const cuuint32_t steps[] = {1, 1, 1, 1};
+  const CUresult result = encode(map, kType, 4, const_cast<void*>(tensor), sizes, strides, box, steps,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace jax_flash::cuda::sm90

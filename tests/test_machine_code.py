@@ -1,0 +1,89 @@
+"""What the compiler made of the Hopper kernels, read off the library: no GPU is needed."""
+
+import importlib.util
+import pathlib
+import re
+import shutil
+import subprocess
+from importlib.metadata import distribution
+
+import pytest
+
+import jax_flash
+
+KERNELS = [name for name in jax_flash.build_info()["kernels"] if " sm90 " in name]
+pytestmark = pytest.mark.skipif(not KERNELS, reason="the library was built without kernels for Hopper")
+
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);")
+BRANCH = re.compile(r"\bBRA\b.*\b0x([0-9a-f]+)")
+LOCAL = re.compile(r"\b(LDL|STL)\b")
+
+
+def disassembler() -> str:
+    """CUDA's cuobjdump: that on PATH, or that of its Python package."""
+    found = shutil.which("cuobjdump")
+    spec = importlib.util.find_spec("nvidia")
+    for root in spec.submodule_search_locations if spec and not found else ():
+        found = next((str(path) for path in pathlib.Path(root).glob("*/bin/cuobjdump")), None)
+        if found:
+            break
+    if found is None:
+        pytest.skip("there is no cuobjdump: it comes with CUDA and with the extra `test`")
+    return found
+
+
+@pytest.fixture(scope="module")
+def functions() -> dict[str, list[tuple[int, str]]]:
+    """The instructions of each Hopper kernel, with their addresses."""
+    library = distribution("jax_flash").locate_file("jax_flash/libjax_flash.so")
+    command = [disassembler(), "--dump-sass", "--gpu-architecture", "sm_90a", str(library)]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {
+        name: [(int(address, 16), text) for address, text in INSTRUCTION.findall(body)]
+        for name, body in (part.split("\n", 1) for part in code.split("Function : ")[1:])
+        if "4sm90" in name
+    }
+
+
+def main_loop(instructions: list[tuple[int, str]]) -> list[str]:
+    """The shortest loop with products: over the blocks of keys that need no mask."""
+    addresses = {address: i for i, (address, _) in enumerate(instructions)}
+    loops = []
+    for end, (_, text) in enumerate(instructions):
+        branch = BRANCH.search(text)
+        start = addresses.get(int(branch[1], 16), end + 1) if branch else end + 1
+        loop = [line for _, line in instructions[start : end + 1]]
+        if any("HGMMA" in line for line in loop):
+            loops.append(loop)
+    return min(loops, key=len)
+
+
+def test_every_kernel_is_there(functions):
+    # With and without a transformation of the scores, and for some head dims two tiles.
+    assert len(functions) >= 2 * len(KERNELS)
+    for arithmetic in ("bfloat16", "float16"):
+        assert any(arithmetic in name for name in functions)
+
+
+def test_products_run_on_warpgroups(functions):
+    for name, instructions in functions.items():
+        texts = [text for _, text in instructions]
+        assert any("HGMMA" in text for text in texts), name
+        assert not any("HMMA" in text for text in texts), name
+        assert any("UTMALDG" in text for text in texts), name
+
+
+def test_main_loop_stays_in_registers(functions):
+    for name, instructions in functions.items():
+        assert not [text for text in main_loop(instructions) if LOCAL.search(text)], name
+
+
+def test_products_are_not_serialised(functions):
+    """A serialised loop waits after each product; ours waits twice, for the scores and for p v."""
+    for name, instructions in functions.items():
+        assert sum("WARPGROUP.DEPBAR" in text for text in main_loop(instructions)) == 2, name
+
+
+def test_the_reader_sees_a_spill():
+    code = [(0, "MOV R0, R1"), (16, "HGMMA.64x64x16 R8"), (32, "STL [R1], R2"), (48, "@P0 BRA 0x10")]
+    assert [text for text in main_loop(code) if LOCAL.search(text)] == ["STL [R1], R2"]
