@@ -8,12 +8,8 @@
 
 namespace jax_flash::cuda::ptx {
 
-__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
-// How long what is copied should stay in L2. These are what createpolicy.fractional makes on other chips;
-// here it was measured to make something else, which costs 2 %.
+// How long what is copied should stay in L2: what createpolicy.fractional makes for all of it, as constants
+// (made anew for each copy, they were measured to cost 2 %).
 inline constexpr uint64_t kEvictFirst = 0x12F0000000000000, kEvictLast = 0x14F0000000000000;
 
 // Copies the box at (x0, x1, x2, x3) to `shared` and counts its bytes on `barrier`. What lies outside of the

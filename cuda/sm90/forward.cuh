@@ -1,7 +1,7 @@
 // Forward attention for Hopper (compute capability 9.0a): wgmma products, copies by TMA, specialised warps
 // (Shah et al., FlashAttention-3, arXiv:2407.08608).
 //
-// A block has one warpgroup that loads and kConsumers that compute, 64 rows of a tile each, and stays for the
+// A block has a warpgroup of producers and kConsumers that compute, 64 rows of a tile each, and stays for the
 // whole launch (schedule.cuh). A consumer issues the scores of the next block of keys together with the
 // product p v of the last one, and works out the softmax of the new scores while p v still runs. With the
 // last p v of a tile it issues the first scores of the next tile. Consumers take turns at issuing products,
@@ -23,6 +23,7 @@
 #include "ptx/memory.h"
 #include "ptx/tensor_copy.h"
 #include "ptx/wgmma.h"
+#include "sm90/ring.cuh"
 #include "sm90/schedule.cuh"
 #include "sm90/tensor_map.h"
 #include "softmax.cuh"
@@ -121,30 +122,6 @@ struct ForwardShared {
   }
 };
 
-// The same value, known to the compiler to be the same in all lanes: what depends on it stays in uniform
-// registers.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffff, value, 0); }
-
-// A place in a ring of buffers, and the parity of the pass through the ring.
-template <int kStages>
-struct RingPlace {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-
-  __device__ __forceinline__ void advance(int count) {
-    const int passed = stage + count;
-    stage = passed % kStages;
-    parity ^= passed / kStages % 2;
-  }
-};
-
 // ---- The producer's first warp: which tile is next, and its queries ----
 
 template <class Config>
@@ -194,7 +171,6 @@ struct ForwardScheduler {
 
 // ---- The producer's second and third warp: keys, values ----
 
-// The place of a block of keys in its ring, of values in theirs.
 template <class Config, bool kIsKeys>
 struct ForwardLoader {
   static constexpr int kBlockN = Config::kBlockN;
@@ -536,8 +512,8 @@ struct ForwardConsumer {
     } else if (!is_empty) {
       last_values();
     }
-    if constexpr (!Config::kTile.out_buffer)
-      wait_group();  // a product reads q for all warps: all are done with it
+    // out takes q's place: a product reads q for all warps, so all must be done with it.
+    if constexpr (!Config::kTile.out_buffer) wait_group();
     write_out(m_start, head, batch, q_stage);
     if (is_joint) {
       begin_rows();
@@ -555,7 +531,7 @@ struct ForwardConsumer {
     return is_joint;
   }
 
-  // The next tile's first scores, this tile's last p v; waits for both.
+  // The next tile's first scores and this tile's last p v.
   __device__ __forceinline__ void joint_products(float (&scores)[1][Config::kBlockN / 8][4]) {
     const RingPlace<Config::kStages> v_place = kv_place;
     kv_place.advance();
