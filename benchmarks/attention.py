@@ -86,7 +86,12 @@ def gpu_shapes() -> Iterator[Shape]:
     for precision, seq_len, causal in itertools.product(("default", "highest"), (1024, 4096), (False, True)):
         batch = 16384 // seq_len
         yield Shape("float32", batch, seq_len, 16, 128, "float32", is_causal=causal, precision=precision)
-    yield Shape("grouped heads", 2, 8192, 32, 128, is_causal=True, num_kv_heads=8)
+    for num_kv_heads in (32, 8):
+        yield Shape("grouped heads", 2, 8192, 32, 128, is_causal=True, num_kv_heads=num_kv_heads)
+    for seq_len, causal in itertools.product((1000, 1024, 4097, 4224), (False, True)):
+        yield Shape("odd lengths", 16384 // seq_len, seq_len, 16, 128, is_causal=causal)
+    for num_heads, head_dim in ((16, 96), (16, 128), (8, 192), (8, 256)):
+        yield Shape("odd head dims", 4, 4096, num_heads, head_dim)
     yield Shape("window", 1, 16384, 16, 128, is_causal=True, window=(1023, 0))
     for precision in ("default", "highest"):
         yield Shape("long", 1, 131072, 1, 128, "float32", precision=precision)

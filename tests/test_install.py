@@ -50,6 +50,29 @@ def write_nvcc(path: pathlib.Path, version: str) -> pathlib.Path:
     return path
 
 
+@pytest.mark.parametrize(
+    ("output", "status", "passes"),
+    [
+        ("ptxas info : Used 168 registers", 0, True),
+        (
+            "ptxas info : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized",
+            0,
+            False,
+        ),
+        ("error: expected an expression", 1, False),
+    ],
+)
+def test_serialised_products_fail_the_build(output, status, passes):
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("there is no cmake in this environment")
+    script = ROOT / "cpp" / "compile_kernel.cmake"
+    compiler = ["sh", "-c", f"echo '{output}' >&2; exit {status}"]
+    done = subprocess.run([cmake, "-P", script, "--", *compiler], capture_output=True, text=True)
+    assert (done.returncode == 0) == passes
+    assert output.split("(")[0] in done.stderr
+
+
 def test_build_info():
     info = jax_flash.build_info()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
