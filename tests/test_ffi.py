@@ -141,6 +141,20 @@ def test_raw_call_is_what_the_function_does(platform):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("size", ["batch", "seqlen_q", "seqlen_kv", "num_heads"])
+def test_nothing_to_do(size, platform):
+    sizes = dict(batch=2, seqlen_q=4, seqlen_kv=5, num_heads=6) | {size: 0}
+    b, t, s, n = sizes.values()
+    args = [jnp.ones(shape, BF16) for shape in ((b, t, n, 8), (b, s, n // 2, 8), (b, s, n // 2, 16))]
+    types = [jax.ShapeDtypeStruct((b, t, n, 16), BF16), jax.ShapeDtypeStruct((b, t, n), F32)]
+    if platform == "cuda":
+        types.append(jax.ShapeDtypeStruct((1,), I32))
+    f = jax.ffi.ffi_call("jax_flash_forward", types)
+    out, lse, *_ = jax.jit(lambda *args: f(*args, **OPTIONS))(*args)
+    np.testing.assert_array_equal(out, jnp.zeros_like(out))
+    np.testing.assert_array_equal(lse, jnp.full_like(lse, -np.inf))
+
+
 def test_workspace_of_16_bits(cuda):
     types = {name: (SHAPES[name], BF16) for name in ("q", "k", "v", "out")}
     for message, results in (

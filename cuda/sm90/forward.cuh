@@ -683,12 +683,12 @@ cudaError_t launch_forward(const ForwardParams& params, const LaunchContext& con
 
 template <class Arithmetic, int kHeadDim>
 cudaError_t forward(const ForwardParams& params, const LaunchContext& context) {
-  if (context.compute_capability != 90 ||
-      !has_tensor_map(params.seqlen_q, params.num_heads, params.head_dim) ||
-      !has_tensor_map(params.seqlen_q, params.num_heads, params.head_dim_v) ||
-      !has_tensor_map(params.seqlen_kv, params.num_kv_heads, params.head_dim) ||
-      !has_tensor_map(params.seqlen_kv, params.num_kv_heads, params.head_dim_v)) {
-    return kDoesNotFit;
+  if (context.compute_capability != 90) return kDoesNotFit;
+  for (int64_t head_dim : {params.head_dim, params.head_dim_v}) {
+    if (!has_tensor_map(params.batch, params.seqlen_q, params.num_heads, head_dim) ||
+        !has_tensor_map(params.batch, params.seqlen_kv, params.num_kv_heads, head_dim)) {
+      return kDoesNotFit;
+    }
   }
   const bool transform = LogitScale(params.options).transform != LogitScale::kNone;
   auto launch_tile = [&]<bool kLong>() {

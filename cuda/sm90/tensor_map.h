@@ -29,10 +29,11 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   return encoder;
 }
 
-// Can the copy engine read and write rows of `head_dim` 16-bit elements of such a tensor? Strides are
-// multiples of 16 bytes, below 2^40.
-inline bool has_tensor_map(int64_t seqlen, int64_t num_heads, int64_t head_dim) {
-  return head_dim % 8 == 0 && seqlen > 0 && 2 * seqlen * num_heads * head_dim < int64_t{1} << 40;
+// Can the copy engine read and write such a tensor? It wants no size to be 0, and strides that are multiples
+// of 16 bytes and below 2^40.
+inline bool has_tensor_map(int64_t batch, int64_t seqlen, int64_t num_heads, int64_t head_dim) {
+  return batch > 0 && seqlen > 0 && num_heads > 0 && head_dim > 0 && head_dim % 8 == 0 &&
+         2 * seqlen * num_heads * head_dim < int64_t{1} << 40;
 }
 
 // Boxes of `box_rows` rows and kChunkColumns columns of one head of a dense [batch, seqlen, num_heads,
