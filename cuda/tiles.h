@@ -1,15 +1,14 @@
-// The one table of tile sizes. Each row of sm80's part was chosen for three limits:
-//   registers     255 a thread: the accumulators of a warp must leave about 60 for operands and addresses;
-//   shared memory 99 KB fits every card from compute capability 8.0 on, and leaves room for two blocks on an
-//   A100 or
-//                 H100, which hide each other's barriers; where a row needs more, its line says so;
-//   warp tiles    32 rows a warp where registers allow: each operand fragment read from shared memory then
-//   feeds two
-//                 products, and shared memory, at 128 bytes a clock, is what bounds mma.sync kernels.
+// The one table of tile sizes.
 #pragma once
 
 #include <cstdint>
 
+// Each row of this part was chosen for three limits. Registers: 255 a thread, of which the accumulators of a
+// warp must leave about 60 for operands and addresses. Shared memory: 99 KB fits every card from compute
+// capability 8.0 on, and leaves room for two blocks on an A100 or H100, which hide each other's barriers;
+// where a row needs more, its line says so. Warp tiles: 32 rows a warp where registers allow, so that each
+// operand fragment read from shared memory feeds two products; shared memory, at 128 bytes a clock, is what
+// bounds mma.sync kernels.
 namespace jax_flash::cuda::sm80 {
 
 struct ForwardTile {
@@ -92,8 +91,6 @@ struct ForwardTile {
   int stages;       // buffers of block_n keys, and as many of values
   int q_stages;     // buffers of queries; with two, the next tile begins while this one ends
   bool out_buffer;  // has out a buffer of its own, or does it take the place of the queries?
-
-  constexpr bool operator==(const ForwardTile&) const = default;
 };
 
 // Registers bound these: 64 rows of out and scores take (head_dim + block_n) / 2 of a thread's 232 (2
