@@ -86,13 +86,15 @@ std::string run_kernel(Direction direction, const AttentionParams& params, const
     largest = std::max(largest, kernel.head_dim);
     if (head_dim > kernel.head_dim || (!only_arch.empty() && kernel.arch != only_arch)) continue;
     const cudaError_t error = kernel.run(params, context);
-    if (error != kDoesNotFit) return describe(error);
+    if (error != kNotServed) return describe(error);
   }
   const std::string refusal =
       head_dim > largest
           ? "the CUDA kernels of this build have head_dim up to " + std::to_string(largest)
-          : "a kernel for this head_dim and dtype needs more shared memory than the " +
-                std::to_string(context.shared_memory_per_block / 1024) + " KB that a block has on this GPU";
+          : "no CUDA kernel of this build for this head_dim and dtype runs on this GPU (compute capability " +
+                std::to_string(context.compute_capability / 10) + "." +
+                std::to_string(context.compute_capability % 10) + ", " +
+                std::to_string(context.shared_memory_per_block / 1024) + " KB of shared memory a block)";
   return "jax_flash: " + refusal + ", got head_dim " + std::to_string(head_dim) +
          "; implementation=\"xla\" has no such limit.";
 }

@@ -20,7 +20,7 @@ struct LaunchContext {
 
 // What a kernel returns that does not do what is asked, or not on this card, for example for want of shared
 // memory: another one may.
-inline constexpr cudaError_t kDoesNotFit = cudaErrorInvalidConfiguration;
+inline constexpr cudaError_t kNotServed = cudaErrorInvalidConfiguration;
 
 // Launches `kernel` on a one-dimensional grid (the other dimensions end at 65,535) with `shared_bytes` of
 // dynamic shared memory. Nothing is launched for an empty grid.
@@ -28,7 +28,7 @@ template <class... Parameters>
 cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes,
                    const LaunchContext& context, const Parameters&... parameters) {
   if (blocks == 0) return cudaSuccess;
-  if (shared_bytes > context.shared_memory_per_block) return kDoesNotFit;
+  if (shared_bytes > context.shared_memory_per_block) return kNotServed;
   if (blocks > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidValue;
   if (shared_bytes > 48 * 1024) {
     // Once a device would do, but costs a table of devices; this is half a microsecond.

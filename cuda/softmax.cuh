@@ -10,6 +10,7 @@
 #include <cfloat>
 #include <cmath>
 
+#include "accumulator.cuh"
 #include "params.h"
 #include "ptx/math.h"
 
@@ -168,17 +169,7 @@ struct OnlineSoftmax {
   template <int kOutTiles>
   __device__ static __forceinline__ void scale_rows(float (&out)[kMTiles][kOutTiles][4],
                                                     const float (&factor)[kMTiles][2]) {
-#pragma unroll
-    for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int nt = 0; nt < kOutTiles; ++nt) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c) out[mt][nt][2 * h + c] *= factor[mt][h];
-        }
-      }
-    }
+    for_each_accumulator(out, [&](int mt, int h, int nt, int c) { out[mt][nt][2 * h + c] *= factor[mt][h]; });
   }
 
   // Adds up the lanes' sums. Returns the row's lse and sets `normalizer` to what its sum of p v is to be

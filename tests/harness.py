@@ -1,6 +1,8 @@
 """What runs a row of the table and holds it against the exact result."""
 
 import functools
+import importlib.metadata
+import pathlib
 from typing import Any
 
 import jax
@@ -10,6 +12,8 @@ from cases import DTYPES, Case
 from closeness import assert_close
 
 import jax_flash
+
+LIBRARY = pathlib.Path(importlib.metadata.distribution("jax_flash").locate_file("jax_flash/libjax_flash.so"))
 
 # What each platform computes, and how it is judged: dtype, precision, kind in the closeness rule.
 KINDS = {

@@ -15,11 +15,11 @@ import zipfile
 import zlib
 
 import pytest
+from harness import LIBRARY
 
 import jax_flash
 
 ROOT = pathlib.Path(__file__).parent.parent
-LIBRARY = pathlib.Path(importlib.metadata.distribution("jax_flash").locate_file("jax_flash/libjax_flash.so"))
 
 # For the tests that compile: they take minutes, and the package index.
 compiles = pytest.mark.skipif(

@@ -5,9 +5,9 @@ import pathlib
 import re
 import shutil
 import subprocess
-from importlib.metadata import distribution
 
 import pytest
+from harness import LIBRARY
 
 import jax_flash
 
@@ -35,8 +35,7 @@ def disassembler() -> str:
 @pytest.fixture(scope="module")
 def functions() -> dict[str, list[tuple[int, str]]]:
     """The instructions of each Hopper kernel, with their addresses."""
-    library = distribution("jax_flash").locate_file("jax_flash/libjax_flash.so")
-    command = [disassembler(), "--dump-sass", "--gpu-architecture", "sm_90a", str(library)]
+    command = [disassembler(), "--dump-sass", "--gpu-architecture", "sm_90a", str(LIBRARY)]
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return {
         name: [(int(address, 16), text) for address, text in INSTRUCTION.findall(body)]

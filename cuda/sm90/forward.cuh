@@ -664,7 +664,7 @@ template <class Config>
 cudaError_t launch_forward(const ForwardParams& params, const LaunchContext& context) {
   using Element = typename Config::Element;
   ForwardArguments arguments{.params = params, .logit = LogitScale(params.options)};
-  if (!make_schedule(params, Config::kBlockM, context, &arguments.schedule)) return kDoesNotFit;
+  if (!make_schedule(params, Config::kBlockM, context, &arguments.schedule)) return kNotServed;
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
   for (cudaError_t error : {make_tensor_map<Element>(params.q, B, T, N, H, 64, &arguments.tQ),
@@ -683,11 +683,11 @@ cudaError_t launch_forward(const ForwardParams& params, const LaunchContext& con
 
 template <class Arithmetic, int kHeadDim>
 cudaError_t forward(const ForwardParams& params, const LaunchContext& context) {
-  if (context.compute_capability != 90) return kDoesNotFit;
+  if (context.compute_capability != 90) return kNotServed;
   for (int64_t head_dim : {params.head_dim, params.head_dim_v}) {
     if (!has_tensor_map(params.batch, params.seqlen_q, params.num_heads, head_dim) ||
         !has_tensor_map(params.batch, params.seqlen_kv, params.num_kv_heads, head_dim)) {
-      return kDoesNotFit;
+      return kNotServed;
     }
   }
   const bool transform = LogitScale(params.options).transform != LogitScale::kNone;
