@@ -45,41 +45,21 @@ __device__ __forceinline__ void for_each_accumulator(const float (&)[kMTiles][kN
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void fill_before(float (&scores)[kMTiles][kNTiles][4], const Mask& mask,
                                             int m_start, int n_start, float value) {
-#pragma unroll
-  for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      // Less this lane's first column, so that each element compares with a constant.
-      const int first = mask.first_key(m_start + accumulator_row(mt, h)) - n_start - accumulator_column(0, 0);
-#pragma unroll
-      for (int nt = 0; nt < kNTiles; ++nt) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          if (8 * nt + c < first) scores[mt][nt][2 * h + c] = value;
-        }
-      }
-    }
-  }
+  for_each_accumulator(scores, [&](int mt, int h, int nt, int c) {
+    // Less this lane's first column, so that each element compares with a constant.
+    const int first = mask.first_key(m_start + accumulator_row(mt, h)) - n_start - accumulator_column(0, 0);
+    if (8 * nt + c < first) scores[mt][nt][2 * h + c] = value;
+  });
 }
 
 // The same for the keys behind those that a row sees.
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void fill_behind(float (&scores)[kMTiles][kNTiles][4], const Mask& mask,
                                             int m_start, int n_start, float value) {
-#pragma unroll
-  for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int last = mask.last_key(m_start + accumulator_row(mt, h)) - n_start - accumulator_column(0, 0);
-#pragma unroll
-      for (int nt = 0; nt < kNTiles; ++nt) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          if (8 * nt + c > last) scores[mt][nt][2 * h + c] = value;
-        }
-      }
-    }
-  }
+  for_each_accumulator(scores, [&](int mt, int h, int nt, int c) {
+    const int last = mask.last_key(m_start + accumulator_row(mt, h)) - n_start - accumulator_column(0, 0);
+    if (8 * nt + c > last) scores[mt][nt][2 * h + c] = value;
+  });
 }
 
 template <int kMTiles, int kNTiles>

@@ -2,13 +2,13 @@
 // Dao et al., arXiv:2205.14135), in powers of two: exp(x) = exp2(x log2(e)), and log2(e) is part of a factor
 // that is there anyway.
 //
-// Scores of a warp lie in the accumulators of its products, float scores[kMTiles][kNTiles][4]: element 2h + c
-// of tile (mt, nt) is row 16 mt + 8 h + lane / 4, column 8 nt + 2 (lane % 4) + c. A row belongs to the 4
+// Scores of a warp lie in the accumulators of its products, as accumulator.cuh says. A row belongs to the 4
 // lanes of a quad.
 #pragma once
 
 #include <cfloat>
 #include <cmath>
+#include <type_traits>
 
 #include "accumulator.cuh"
 #include "params.h"
@@ -57,17 +57,11 @@ template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void transform_scores(float (&scores)[kMTiles][kNTiles][4],
                                                  const LogitScale& logit) {
   if (logit.transform == LogitScale::kNone) return;
-#pragma unroll
-  for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-    for (int nt = 0; nt < kNTiles; ++nt) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float x = scores[mt][nt][i] * logit.multiplier;
-        scores[mt][nt][i] = logit.transform == LogitScale::kSoftCap ? tanh_from_exp2(x) : x;
-      }
-    }
-  }
+  for_each_accumulator(scores, [&](int mt, int h, int nt, int c) {
+    float& x = scores[mt][nt][2 * h + c];
+    x *= logit.multiplier;
+    if (logit.transform == LogitScale::kSoftCap) x = tanh_from_exp2(x);
+  });
 }
 
 // The running maximum and sum of each row that a lane holds a part of.
@@ -80,6 +74,7 @@ struct OnlineSoftmax {
 
   float max_log2[kMTiles][2];  // of scale_log2 * score; -inf before the first visible key
   float sum[kMTiles][2];       // this lane's columns only, until finish()
+  bool is_low;                 // is any maximum of the warp below -kRescaleThreshold?
 
   __device__ OnlineSoftmax() { reset(); }
 
@@ -92,6 +87,7 @@ struct OnlineSoftmax {
         sum[mt][h] = 0;
       }
     }
+    is_low = true;
   }
 
   // Turns a tile's scores into probabilities against the running maximum, and rescales `out` where that
@@ -109,22 +105,20 @@ struct OnlineSoftmax {
   template <int kNTiles>
   __device__ __forceinline__ bool raise_maximum(const float (&scores)[kMTiles][kNTiles][4], float scale_log2,
                                                 float (&factor)[kMTiles][2]) {
-    float new_max[kMTiles][2];
+    // Whether any does, the lanes' own maxima tell.
+    float lane_max[kMTiles][2];
+    if (is_low) {
+      lane_maxima<float>(scores, lane_max);
+    } else {
+      lane_maxima<int>(scores, lane_max);
+    }
     bool moved = false;
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float row_max = scores[mt][0][2 * h];
-#pragma unroll
-        for (int nt = 0; nt < kNTiles; ++nt) {
-          row_max = fmaxf(row_max, fmaxf(scores[mt][nt][2 * h], scores[mt][nt][2 * h + 1]));
-        }
-        row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffff, row_max, 1));
-        row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffff, row_max, 2));
-        // scale_log2 may be 0, and 0 * -inf is NaN.
-        new_max[mt][h] = row_max == -INFINITY ? -INFINITY : row_max * scale_log2;
-        moved |= new_max[mt][h] > max_log2[mt][h] + kRescaleThreshold;
+        // NaN, from 0 * inf or inf - inf, is not larger.
+        moved |= fmaf(lane_max[mt][h], scale_log2, -max_log2[mt][h]) > kRescaleThreshold;
       }
     }
     if (!__any_sync(0xffffffff, moved)) return false;
@@ -132,14 +126,20 @@ struct OnlineSoftmax {
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
+        float row_max = lane_max[mt][h];
+        row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffff, row_max, 1));
+        row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffff, row_max, 2));
+        // scale_log2 may be 0, and 0 * -inf is NaN.
+        const float new_max = row_max == -INFINITY ? -INFINITY : row_max * scale_log2;
         factor[mt][h] = 1;
-        if (!(new_max[mt][h] > max_log2[mt][h])) continue;
+        if (!(new_max > max_log2[mt][h])) continue;
         // exp2(-inf) = 0 before the first visible key, when sum and out are 0.
-        factor[mt][h] = ptx::exp2_approx(max_log2[mt][h] - new_max[mt][h]);
-        max_log2[mt][h] = new_max[mt][h];
+        factor[mt][h] = ptx::exp2_approx(max_log2[mt][h] - new_max);
+        max_log2[mt][h] = new_max;
         sum[mt][h] *= factor[mt][h];
       }
     }
+    set_low();
     return true;
   }
 
@@ -180,6 +180,39 @@ struct OnlineSoftmax {
     total += __shfl_xor_sync(0xffffffff, total, 2);
     *normalizer = total == 0 ? 0 : ptx::reciprocal_approx(total);
     return total == 0 ? -INFINITY : max_log2[mt][h] * kLn2 + logf(total);
+  }
+
+ private:
+  // The largest of a lane's scores in each row. Bits of floats compare as signed integers do, three at a
+  // time, unless both are negative: of scores that all are, Number = int gives the smallest one. Where no
+  // maximum so far is low, such scores move none, so that makes no difference.
+  template <class Number, int kNTiles>
+  __device__ static __forceinline__ void lane_maxima(const float (&scores)[kMTiles][kNTiles][4],
+                                                     float (&lane_max)[kMTiles][2]) {
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float maximum = scores[mt][0][2 * h];
+#pragma unroll
+        for (int nt = 0; nt < kNTiles; ++nt) {
+          const float a = scores[mt][nt][2 * h], b = scores[mt][nt][2 * h + 1];
+          if constexpr (std::is_same_v<Number, int>) {
+            maximum = ptx::max_of_bits(maximum, a, b);
+          } else {
+            maximum = fmaxf(maximum, fmaxf(a, b));
+          }
+        }
+        lane_max[mt][h] = maximum;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void set_low() {
+    bool low = false;
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) low |= fminf(max_log2[mt][0], max_log2[mt][1]) < -kRescaleThreshold;
+    is_low = __any_sync(0xffffffff, low);
   }
 };
 

@@ -104,10 +104,13 @@ constexpr ForwardTile forward_tile(int head_dim, bool is_long) {
   return is_long ? ForwardTile{2, 80, 2, 1, false} : ForwardTile{2, 64, 2, 1, false};  // 224, 192 KB
 }
 
-// Which of the two; measured. A tile of 192 rows must not compute many rows in vain, and one of 80 keys wants
-// most of its blocks whole.
+// Which of the two; measured. At head dim 128 a row costs 13 % less in tiles of 192 than in tiles of 128, 5 %
+// less where attention is causal, but more of them may lie beyond the end.
 constexpr bool is_long(int head_dim, int64_t seqlen_q, int64_t seqlen_kv, bool is_causal) {
-  if (head_dim <= 128) return seqlen_q >= 2048 && (seqlen_q + 191) / 192 * 192 * 20 <= seqlen_q * 21;
+  if (head_dim <= 128) {
+    const int64_t rows_short = (seqlen_q + 127) / 128 * 128, rows_long = (seqlen_q + 191) / 192 * 192;
+    return seqlen_q >= (is_causal ? 2048 : 768) && rows_long * 100 <= rows_short * (is_causal ? 105 : 113);
+  }
   return seqlen_kv >= 8192 && !is_causal;
 }
 
