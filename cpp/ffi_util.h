@@ -288,7 +288,7 @@ inline ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets resul
     RETURN_IF_ERROR(call.TakeResult("delta", f32, {B, N, T}, &params->delta));
     RETURN_IF_ERROR(call.TakeResult("lse_log2", f32, {B, N, T}, &params->lse_log2));
     if (Is16Bit(*params) && !params->options.deterministic) {
-      RETURN_IF_ERROR(call.TakeResult("dq_accum", f32, {B, T, N, H}, &params->dq_accum));
+      RETURN_IF_ERROR(call.TakeResult("dq_accum", f32, {B, (T + 15) / 16 * 16, N, H}, &params->dq_accum));
     }
   }
   return call.CheckAllTaken();

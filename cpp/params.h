@@ -59,7 +59,8 @@ struct BackwardParams : AttentionParams {
   // Workspace of the CUDA kernels.
   float* delta;     // [B, N, T]: rowsum(dout * out) - dlse
   float* lse_log2;  // [B, N, T]: lse * log2(e), made safe for exp2
-  float* dq_accum;  // [B, T, N, H]: dq summed in float32; null where dq is written directly
+  float* dq_accum;  // [B, T', N, H], T' = T rounded up to 16: room for dq's sums, in the order that suits the
+                    // kernel; null where dq is written directly
 };
 
 }  // namespace jax_flash

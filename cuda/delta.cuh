@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -44,14 +45,15 @@ __device__ __forceinline__ float dot(const Element* a, const Element* b, int len
   return sum;
 }
 
-// delta = rowsum(dout * out) - dlse and lse * log2(e), one warp a row; clears the row's dq_accum.
-// A row that sees no key gets lse_log2 = +inf, so that its probabilities exp2(x - inf) are 0, and delta = 0.
+// delta = rowsum(dout * out) - dlse and lse * log2(e), one warp a row; clears `to_clear`, `share` floats a
+// warp. A row that sees no key gets lse_log2 = +inf, so that its probabilities exp2(x - inf) are 0, and delta
+// = 0.
 //
 // Index counts rows: 32 bits where they suffice, since three divisions in 64 take longer than reading the
 // row.
 template <class Element, class Index>
 __global__ void __launch_bounds__(256)
-    delta_kernel(const __grid_constant__ BackwardParams params, float* dq_accum) {
+    delta_kernel(const __grid_constant__ BackwardParams params, float* to_clear, int share, int64_t count) {
   const int lane = threadIdx.x % 32;
   const Index seqlen_q = static_cast<Index>(params.seqlen_q),
               num_heads = static_cast<Index>(params.num_heads);
@@ -60,10 +62,9 @@ __global__ void __launch_bounds__(256)
   const Index token = row / num_heads, batch = token / seqlen_q;
   const Index head = row - token * num_heads, position = token - batch * seqlen_q;
 
-  if (dq_accum) {
-    float* gDq = dq_accum + static_cast<int64_t>(row) * params.head_dim;
-    for (int i = lane; i < static_cast<int>(params.head_dim); i += 32) gDq[i] = 0;
-  }
+  const int64_t first = static_cast<int64_t>(row) * share;
+  const int end = static_cast<int>(min(int64_t{share}, count - first));
+  for (int i = lane; i < end; i += 32) to_clear[first + i] = 0;
   float delta = 0, lse_log2 = INFINITY;
   const float lse = static_cast<const float*>(params.lse)[row];
   const int q_length = Mask(params, static_cast<int>(batch)).q_length;
@@ -82,13 +83,16 @@ __global__ void __launch_bounds__(256)
   }
 }
 
+// Before the backward kernels; clears `count` floats at `to_clear`, where dq is to be summed.
 template <class Element>
-cudaError_t launch_delta(const BackwardParams& params, float* dq_accum, const LaunchContext& context) {
+cudaError_t launch_delta(const BackwardParams& params, float* to_clear, int64_t count,
+                         const LaunchContext& context) {
   constexpr int kThreads = 256, kRows = kThreads / 32;
   const int64_t rows = params.batch * params.seqlen_q * params.num_heads;
   const bool is_small = rows + kRows <= std::numeric_limits<uint32_t>::max();
   return launch(is_small ? delta_kernel<Element, uint32_t> : delta_kernel<Element, uint64_t>,
-                ceil_div(rows, kRows), kThreads, 0, context, params, dq_accum);
+                ceil_div(rows, kRows), kThreads, 0, context, params, to_clear,
+                static_cast<int>(ceil_div(count, std::max<int64_t>(rows, 1))), count);
 }
 
 // dq = scale * dq_accum, of `count` elements.

@@ -5,12 +5,13 @@
 #include <string_view>
 
 #include "arithmetic.h"
-#include "delta.cuh"
 #include "launch.h"
 #include "sm80/backward.cuh"
 #include "sm80/backward_compact.cuh"
 #include "sm80/backward_dq.cuh"
 #include "sm80/forward.cuh"
+#include "sm90/backward.cuh"
+#include "sm90/backward_dq.cuh"
 #include "sm90/forward.cuh"
 
 // Each kernel is compiled in a unit of its own.
@@ -152,29 +153,9 @@ std::string run_backward(const BackwardParams& params, cudaStream_t stream, int 
   LaunchContext context;
   if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
 
-  // float32 gradients are summed where they are wanted.
-  float* dq_accum = params.dtype == DType::kFloat32 ? static_cast<float*>(params.dq) : params.dq_accum;
-  if (params.options.deterministic) dq_accum = nullptr;
-  cudaError_t error = cudaSuccess;
-  switch (params.dtype) {
-    case DType::kFloat16:
-      error = launch_delta<__half>(params, dq_accum, context);
-      break;
-    case DType::kBFloat16:
-      error = launch_delta<__nv_bfloat16>(params, dq_accum, context);
-      break;
-    default:
-      error = launch_delta<float>(params, dq_accum, context);
-      break;
-  }
-  if (error != cudaSuccess) return describe(error);
-
   if (std::string message = run_kernel(Direction::backward, params, context); !message.empty())
     return message;
-  if (params.options.deterministic) return run_kernel(Direction::backward_dq, params, context);
-  if (params.dtype == DType::kFloat16) return describe(launch_convert<__half>(params, context));
-  if (params.dtype == DType::kBFloat16) return describe(launch_convert<__nv_bfloat16>(params, context));
-  return "";
+  return params.options.deterministic ? run_kernel(Direction::backward_dq, params, context) : "";
 }
 
 std::vector<std::string> kernel_names() {

@@ -9,6 +9,13 @@ if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
   foreach(head_dim IN LISTS JAX_FLASH_HEAD_DIMS)
     jax_flash_kernel(forward sm90 bfloat16 ${head_dim})
     jax_flash_kernel(forward sm90 float16 ${head_dim})
+    # Gradients of 96 and 192 columns run on the kernels for 128 and 256.
+    if(NOT head_dim MATCHES "^(96|192)$")
+      foreach(direction IN ITEMS backward backward_dq)
+        jax_flash_kernel(${direction} sm90 bfloat16 ${head_dim})
+        jax_flash_kernel(${direction} sm90 float16 ${head_dim})
+      endforeach()
+    endif()
   endforeach()
 endif()
 

@@ -216,11 +216,12 @@ def _lower_cuda(call: _Pass, ctx, *args, options: AttentionOptions, **params):
     if call is _FORWARD and q.dtype.itemsize == 2:
         workspace += [jax.core.ShapedArray((1,), jnp.dtype(jnp.int32))]  # counts tiles
     if call is _BACKWARD:
-        batch, seqlen_q, num_heads, _ = shape = _fold(q, _AXES["q"]).shape
+        batch, seqlen_q, num_heads, head_dim = _fold(q, _AXES["q"]).shape
         row = jax.core.ShapedArray((batch, num_heads, seqlen_q), jnp.dtype(jnp.float32))
         workspace += [row, row]  # delta; lse in base 2
         if q.dtype.itemsize == 2 and not options.deterministic:
-            workspace += [jax.core.ShapedArray(shape, jnp.dtype(jnp.float32))]  # dq, summed
+            shape = (batch, -(-seqlen_q // 16) * 16, num_heads, head_dim)  # dq, summed in blocks of rows
+            workspace += [jax.core.ShapedArray(shape, jnp.dtype(jnp.float32))]
     return _lower_ffi(call, ctx, args, workspace, options=options, **params)
 
 

@@ -40,12 +40,12 @@ def functions() -> dict[str, list[tuple[int, str]]]:
     return {
         name: [(int(address, 16), text) for address, text in INSTRUCTION.findall(body)]
         for name, body in (part.split("\n", 1) for part in code.split("Function : ")[1:])
-        if "4sm90" in name
+        if re.search(r"4sm90.*Config", name)  # the kernels with products
     }
 
 
 def main_loop(instructions: list[tuple[int, str]]) -> list[str]:
-    """The shortest loop with products: over the blocks of keys that need no mask."""
+    """The shortest loop with products: over the blocks that need no mask."""
     addresses = {address: i for i, (address, _) in enumerate(instructions)}
     loops = []
     for end, (_, text) in enumerate(instructions):
@@ -77,10 +77,18 @@ def test_main_loop_stays_in_registers(functions):
         assert not [text for text in main_loop(instructions) if LOCAL.search(text)], name
 
 
+def waits(name: str) -> int:
+    """How often a kernel's main loop waits for products: a serialised one waits after each instruction."""
+    if "forward_kernel" in name:
+        return 2  # for the scores, and for p v
+    if "backward_dq_kernel" in name:
+        return 3  # q k^T, dout v^T, ds k
+    return 5 if re.search(r"Lb[01]ELb1E", name) else 4  # q k^T, dout v^T, p^T dout, ds^T q; with dq also ds k
+
+
 def test_products_are_not_serialised(functions):
-    """A serialised loop waits after each product; ours waits twice, for the scores and for p v."""
     for name, instructions in functions.items():
-        assert sum("WARPGROUP.DEPBAR" in text for text in main_loop(instructions)) == 2, name
+        assert sum("WARPGROUP.DEPBAR" in text for text in main_loop(instructions)) == waits(name), name
 
 
 def test_the_reader_sees_a_spill():

@@ -32,6 +32,11 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Arrives at an mbarrier, which counts on it, when this thread's copies have come. Compute capability 9.0.
+__device__ __forceinline__ void copy_async_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Four 8 x 16-byte matrices; lane l gives the address of row l % 8 of matrix l / 8. Addresses aligned to 16
 // bytes.
 __device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], uint32_t shared) {
@@ -46,6 +51,13 @@ __device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&r)[4], uint
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared)
+               : "memory");
+}
+
+// Stores four 8 x 16-byte matrices laid out as load_matrix_x4_transposed loads them. Compute capability 9.0.
+__device__ __forceinline__ void store_matrix_x4_transposed(uint32_t shared, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
 
@@ -68,6 +80,18 @@ __device__ __forceinline__ void load_shared_x4(uint32_t (&r)[4], uint32_t shared
 __device__ __forceinline__ void store_shared_x4(uint32_t shared, const uint32_t (&r)[4]) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]), "r"(r[1]), "r"(r[2]),
                "r"(r[3])
+               : "memory");
+}
+
+// 8 bytes. Address aligned to 8 bytes.
+__device__ __forceinline__ void load_shared_x2(float (&r)[2], uint32_t shared) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(r[0]), "=f"(r[1]) : "r"(shared) : "memory");
+}
+
+// 16 bytes. Address aligned to 16 bytes.
+__device__ __forceinline__ void store_shared_x4(uint32_t shared, const float (&r)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(r[0]), "f"(r[1]), "f"(r[2]),
+               "f"(r[3])
                : "memory");
 }
 

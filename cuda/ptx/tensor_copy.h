@@ -32,6 +32,15 @@ __device__ __forceinline__ void tensor_store(const CUtensorMap& map, uint32_t sh
       : "memory");
 }
 
+// Adds `bytes` of float32 in `shared` to global memory. Both aligned to 16 bytes, which `bytes` is a multiple
+// of.
+__device__ __forceinline__ void bulk_reduce_add(float* global, uint32_t shared, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+               "r"(shared), "r"(bytes)
+               : "memory");
+}
+
+// Ends a group of stores and reductions.
 __device__ __forceinline__ void tensor_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

@@ -80,6 +80,8 @@ struct Wgmma;
   "+f"(d[2 * i][0]), "+f"(d[2 * i][1]), "+f"(d[2 * i][2]), "+f"(d[2 * i][3]), "+f"(d[2 * i + 1][0]), \
       "+f"(d[2 * i + 1][1]), "+f"(d[2 * i + 1][2]), "+f"(d[2 * i + 1][3])
 
+#define JAX_FLASH_TEXT_N32 JAX_FLASH_TEXT_0 ", " JAX_FLASH_TEXT_1
+#define JAX_FLASH_TEXT_N48 JAX_FLASH_TEXT_N32 ", " JAX_FLASH_TEXT_2
 #define JAX_FLASH_TEXT_N64 JAX_FLASH_TEXT_0 ", " JAX_FLASH_TEXT_1 ", " JAX_FLASH_TEXT_2 ", " JAX_FLASH_TEXT_3
 #define JAX_FLASH_TEXT_N80 JAX_FLASH_TEXT_N64 ", " JAX_FLASH_TEXT_4
 #define JAX_FLASH_TEXT_N96 JAX_FLASH_TEXT_N80 ", " JAX_FLASH_TEXT_5
@@ -91,6 +93,8 @@ struct Wgmma;
 #define JAX_FLASH_TEXT_N256                                                                \
   JAX_FLASH_TEXT_N192 ", " JAX_FLASH_TEXT_12 ", " JAX_FLASH_TEXT_13 ", " JAX_FLASH_TEXT_14 \
                       ", " JAX_FLASH_TEXT_15
+#define JAX_FLASH_D_N32 JAX_FLASH_D(0), JAX_FLASH_D(1)
+#define JAX_FLASH_D_N48 JAX_FLASH_D_N32, JAX_FLASH_D(2)
 #define JAX_FLASH_D_N64 JAX_FLASH_D(0), JAX_FLASH_D(1), JAX_FLASH_D(2), JAX_FLASH_D(3)
 #define JAX_FLASH_D_N80 JAX_FLASH_D_N64, JAX_FLASH_D(4)
 #define JAX_FLASH_D_N96 JAX_FLASH_D_N80, JAX_FLASH_D(5)
@@ -113,6 +117,16 @@ struct Wgmma;
                    : JAX_FLASH_D_N##n                                                                       \
                    : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                    \
     }                                                                                                       \
+    /* The same, but b [16, n] has its rows along n. */                                                     \
+    static __device__ __forceinline__ void shared_mn(float (&d)[n / 8][4], uint64_t a, uint64_t b,          \
+                                                     bool accumulate) {                                     \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" i2                                                  \
+                   ", 0;\n"                                                                                 \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" JAX_FLASH_TEXT_N##n \
+                   "}, %" i0 ", %" i1 ", p, 1, 1, 0, 1;\n}"                                                 \
+                   : JAX_FLASH_D_N##n                                                                       \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                    \
+    }                                                                                                       \
     /* a in registers, laid out as d is, two columns packed in one; b [16, n] in shared memory, rows along  \
      * n.                                                                                                   \
      */                                                                                                     \
@@ -124,6 +138,10 @@ struct Wgmma;
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                   \
     }                                                                                                       \
   };
+JAX_FLASH_WGMMA(bfloat16, "bf16", 32, "16", "17", "18", "19", "20")
+JAX_FLASH_WGMMA(float16, "f16", 32, "16", "17", "18", "19", "20")
+JAX_FLASH_WGMMA(bfloat16, "bf16", 48, "24", "25", "26", "27", "28")
+JAX_FLASH_WGMMA(float16, "f16", 48, "24", "25", "26", "27", "28")
 JAX_FLASH_WGMMA(bfloat16, "bf16", 64, "32", "33", "34", "35", "36")
 JAX_FLASH_WGMMA(float16, "f16", 64, "32", "33", "34", "35", "36")
 JAX_FLASH_WGMMA(bfloat16, "bf16", 80, "40", "41", "42", "43", "44")

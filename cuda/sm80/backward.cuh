@@ -13,6 +13,7 @@
 #include <type_traits>
 
 #include "arithmetic.h"
+#include "delta.cuh"
 #include "launch.h"
 #include "mask.cuh"
 #include "params.h"
@@ -293,7 +294,11 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchContext& c
     if (bytes > context.shared_memory_per_block) return 0;
     return std::min(Config::kTile.blocks_per_sm, context.shared_memory_per_sm / (bytes + 1024));
   };
-  const int stages = blocks_per_sm(2) >= std::max(blocks_per_sm(1), 1) ? 2 : 1;
+  if (blocks_per_sm(1) == 0) return kNotServed;
+  const int stages = blocks_per_sm(2) >= blocks_per_sm(1) ? 2 : 1;
+  const int64_t dq_size = params.batch * params.seqlen_q * params.num_heads * params.head_dim;
+  cudaError_t error = launch_delta<Element>(params, dq_accum, dq_accum ? dq_size : 0, context);
+  if (error != cudaSuccess) return error;
   const BackwardArguments arguments{params,
                                     LogitScale(params.options),
                                     head_rows<Element>(params.q, params.num_heads, params.head_dim),
@@ -303,8 +308,12 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchContext& c
                                     dq_accum,
                                     stages};
   const int64_t blocks = ceil_div(params.seqlen_kv, Config::kBlockN) * params.num_kv_heads * params.batch;
-  return launch(backward_kernel<Arithmetic, kHeadDim, kCompact>, blocks, Config::kThreads,
-                Config::shared_bytes(stages), context, arguments);
+  error = launch(backward_kernel<Arithmetic, kHeadDim, kCompact>, blocks, Config::kThreads,
+                 Config::shared_bytes(stages), context, arguments);
+  if constexpr (kIs16Bit<Arithmetic>) {
+    if (error == cudaSuccess && dq_accum) return launch_convert<Element>(params, context);
+  }
+  return error;
 }
 
 template <class Arithmetic, int kHeadDim>

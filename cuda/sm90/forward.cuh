@@ -23,6 +23,7 @@
 #include "ptx/memory.h"
 #include "ptx/tensor_copy.h"
 #include "ptx/wgmma.h"
+#include "sm90/output.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/schedule.cuh"
 #include "sm90/tensor_map.h"
@@ -586,19 +587,7 @@ struct ForwardConsumer {
     if (lane_id() == 0) ptx::tensor_store_wait_read();  // the store before has left the buffer
     __syncwarp();
     const uint32_t sOut = shared.sOut(q_stage, warp_row());
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 16; ++i) {
-      uint32_t values[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float (&tile)[4] = out[0][2 * i + j / 2];
-        values[j] =
-            pack<Arithmetic>(tile[j % 2 * 2] * normalizer[j % 2], tile[j % 2 * 2 + 1] * normalizer[j % 2]);
-      }
-      const int row = lane_id() % 16, piece = 2 * (i % 4) + lane_id() / 16;  // of 16 bytes
-      ptx::store_matrix_x4(
-          sOut + i / 4 * Config::kQChunkBytes + row * kChunkRowBytes + (piece ^ row % 8) * 16, values);
-    }
+    store_rows<Arithmetic>(out, normalizer, sOut, Config::kQChunkBytes);
     ptx::async_proxy_fence();
     __syncwarp();
     if (lane_id() == 0 && row0 < seqlen_q) {
@@ -683,13 +672,7 @@ cudaError_t launch_forward(const ForwardParams& params, const LaunchContext& con
 
 template <class Arithmetic, int kHeadDim>
 cudaError_t forward(const ForwardParams& params, const LaunchContext& context) {
-  if (context.compute_capability != 90) return kNotServed;
-  for (int64_t head_dim : {params.head_dim, params.head_dim_v}) {
-    if (!has_tensor_map(params.batch, params.seqlen_q, params.num_heads, head_dim) ||
-        !has_tensor_map(params.batch, params.seqlen_kv, params.num_kv_heads, head_dim)) {
-      return kNotServed;
-    }
-  }
+  if (!is_served(params, context)) return kNotServed;
   const bool transform = LogitScale(params.options).transform != LogitScale::kNone;
   auto launch_tile = [&]<bool kLong>() {
     // The largest head dim's long tile has no registers left to transform scores in.

@@ -9,6 +9,9 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "launch.h"
+#include "params.h"
+
 namespace jax_flash::cuda::sm90 {
 
 // Rows of shared memory are this many 16-bit elements, 128 bytes, which is as far as the copy engine
@@ -34,6 +37,18 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
 inline bool has_tensor_map(int64_t batch, int64_t seqlen, int64_t num_heads, int64_t head_dim) {
   return batch > 0 && seqlen > 0 && num_heads > 0 && head_dim > 0 && head_dim % 8 == 0 &&
          2 * seqlen * num_heads * head_dim < int64_t{1} << 40;
+}
+
+// Do the kernels of this folder run on this card, with such tensors?
+inline bool is_served(const AttentionParams& params, const LaunchContext& context) {
+  if (context.compute_capability != 90) return false;
+  for (int64_t head_dim : {params.head_dim, params.head_dim_v}) {
+    if (!has_tensor_map(params.batch, params.seqlen_q, params.num_heads, head_dim) ||
+        !has_tensor_map(params.batch, params.seqlen_kv, params.num_kv_heads, head_dim)) {
+      return false;
+    }
+  }
+  return true;
 }
 
 // Boxes of `box_rows` rows and kChunkColumns columns of one head of a dense [batch, seqlen, num_heads,

@@ -1,0 +1,675 @@
+// Backward attention for Hopper (compute capability 9.0a): wgmma products, copies by TMA, specialised warps,
+// in the order of Shah et al., FlashAttention-3, arXiv:2407.08608.
+//
+// A block keeps 128 rows of k and v of one key head, and the float32 sums of their gradients in registers; it
+// walks the blocks of queries that may see them, in every query head of the group, recomputes the
+// probabilities from lse and adds
+//   dv += p^T dout        ds = p * (dout v^T - delta)        dk += ds^T q        dq += ds k
+// Scores are formed transposed, 64 keys in each of two warpgroups, so that p^T and ds^T are operands as they
+// lie in registers. Only dq needs ds of both: it goes through shared memory. Head dims beyond 128 leave no
+// registers for that many keys: there both warpgroups share 64 keys, form the scores of half of the queries
+// each, and own half of the columns of dk, dv and dq, so that p, too, goes through shared memory. dq, which
+// other blocks share, is added to dq_accum; when deterministic that product is left to backward_dq.
+#pragma once
+
+#include <cuda.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "accumulator.cuh"
+#include "arithmetic.h"
+#include "delta.cuh"
+#include "launch.h"
+#include "mask.cuh"
+#include "params.h"
+#include "ptx/barrier.h"
+#include "ptx/memory.h"
+#include "ptx/tensor_copy.h"
+#include "ptx/wgmma.h"
+#include "sm90/dq_fragments.cuh"
+#include "sm90/output.cuh"
+#include "sm90/ring.cuh"
+#include "sm90/tensor_map.h"
+#include "sm90/tile_loader.cuh"
+#include "softmax.cuh"
+#include "tiles.h"
+
+namespace jax_flash::cuda {
+using backward_params = BackwardParams;
+}
+
+namespace jax_flash::cuda::sm90 {
+
+struct BackwardArguments {
+  CUtensorMap tQ, tDout;  // boxes of kBlockM rows
+  CUtensorMap tK, tV;     // boxes of kBlockN rows
+  CUtensorMap tDk, tDv;   // boxes of 16 rows
+  BackwardParams params;
+  DqFragments dq_accum;
+  LogitScale logit;
+};
+
+template <class Arithmetic_, int kHeadDim_, bool kTransform_, bool kWithDq_>
+struct BackwardConfig {
+  using Arithmetic = Arithmetic_;
+  using Element = typename Arithmetic::Element;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kTransform = kTransform_;  // of scores, before the softmax
+  static constexpr bool kWithDq = kWithDq_;        // or dk and dv only
+  static constexpr BackwardTile kTile = backward_tile(kHeadDim, kTransform);
+  static constexpr int kBlockM = kTile.block_m, kStages = kTile.stages;
+  static constexpr bool kByKeys = kHeadDim <= 128;  // does a consumer own 64 keys, or half of the columns?
+  static constexpr int kBlockN = kByKeys ? 128 : 64;
+  static constexpr int kQueries = kByKeys ? kBlockM : kBlockM / 2;    // of a consumer's scores
+  static constexpr int kColumns = kByKeys ? kHeadDim : kHeadDim / 2;  // of a consumer's dk and dv
+  static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
+  // What the block was launched with, 168 a thread, dealt out anew.
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  // A consumer's part of dq [kBlockM, kHeadDim] is 64 rows: the upper or lower ones, or the left or right
+  // half.
+  static constexpr bool kDqByRows = kBlockM == 128;
+  static_assert(kByKeys || !kWithDq);
+  static constexpr int kDqColumns = kDqByRows ? kHeadDim : kHeadDim / 2;
+
+  // Shared memory: tiles of kChunks times [rows, 64] elements, swizzled.
+  static constexpr int kChunks = kHeadDim / kChunkColumns;
+  static constexpr int kQChunkBytes = kBlockM * kChunkRowBytes, kKvChunkBytes = kBlockN * kChunkRowBytes;
+  static constexpr int kQBytes = kChunks * kQChunkBytes, kKvBytes = kChunks * kKvChunkBytes;
+  // ds [kBlockM, kBlockN], or p^T and ds^T [kBlockN, kBlockM]; two buffers: one is written while slower warps
+  // still read the other.
+  static constexpr int kDsBytes = kBlockM * kBlockN * 2, kDsStages = kWithDq || !kByKeys ? 2 : 0;
+  static constexpr int kPStages = kByKeys ? 0 : 2;
+  static constexpr int kDqWarpBytes = kWithDq ? 16 * kDqColumns * 4 : 0;
+  static constexpr int kV = kKvBytes, kQ = kV + kKvBytes, kDout = kQ + kStages * kQBytes;
+  static constexpr int kDs = kDout + kStages * kQBytes, kP = kDs + kDsStages * kDsBytes;
+  static constexpr int kDq = kP + kPStages * kDsBytes;
+  static constexpr int kLse = kDq + 4 * kConsumers * kDqWarpBytes, kDelta = kLse + kStages * kBlockM * 4;
+  static constexpr int kBarriers = kDelta + kStages * kBlockM * 4, kNumBarriers = 4 * kStages + 4;
+  static constexpr int kSharedBytes = kBarriers + 8 * kNumBarriers;
+  static_assert(kSharedBytes <= 227 * 1024);
+};
+
+// Addresses in shared memory.
+template <class Config>
+struct BackwardShared {
+  uint32_t base;
+
+  __device__ uint32_t sK(int row) const { return base + row * kChunkRowBytes; }
+  __device__ uint32_t sV(int row) const { return base + Config::kV + row * kChunkRowBytes; }
+  __device__ uint32_t sQ(int stage) const { return base + Config::kQ + stage * Config::kQBytes; }
+  __device__ uint32_t sDout(int stage) const { return base + Config::kDout + stage * Config::kQBytes; }
+  // In chunks of 64 columns: keys of ds, queries of p^T and ds^T.
+  __device__ uint32_t sDs(int stage) const { return base + Config::kDs + stage * Config::kDsBytes; }
+  __device__ uint32_t sP(int stage) const { return base + Config::kP + stage * Config::kDsBytes; }
+  // A warp's part of dq, float32, as it lies in dq_accum.
+  __device__ uint32_t sDq(int warp) const { return base + Config::kDq + warp * Config::kDqWarpBytes; }
+  __device__ uint32_t sLse(int stage) const { return base + Config::kLse + stage * Config::kBlockM * 4; }
+  __device__ uint32_t sDelta(int stage) const { return base + Config::kDelta + stage * Config::kBlockM * 4; }
+
+  // Each buffer has a barrier for "full" and one for "empty". Lse and delta come and go with q.
+  __device__ uint32_t q_full(int stage) const { return barrier(stage); }
+  __device__ uint32_t q_empty(int stage) const { return barrier(Config::kStages + stage); }
+  __device__ uint32_t dout_full(int stage) const { return barrier(2 * Config::kStages + stage); }
+  __device__ uint32_t dout_empty(int stage) const { return barrier(3 * Config::kStages + stage); }
+  __device__ uint32_t k_full() const { return barrier(4 * Config::kStages); }
+  __device__ uint32_t v_full() const { return barrier(4 * Config::kStages + 1); }
+  __device__ uint32_t tail(int warp) const { return barrier(4 * Config::kStages + 2 + warp); }
+
+ private:
+  __device__ uint32_t barrier(int index) const { return base + Config::kBarriers + 8 * index; }
+};
+
+// ---- Which tile: the first keys first, which the most rows see when causal ----
+
+template <class Config>
+struct BackwardTileWork {
+  int n_start, kv_head, batch;
+  int group;  // query heads of this key head
+  Mask mask;
+  int m_begin, m_blocks;  // of each of them
+  int seqlen_q, seqlen_kv, num_heads, head_dim;
+
+  // In 32 bits: a division in 64 takes a hundred instructions, and the first copy waits for it.
+  __device__ __forceinline__ BackwardTileWork(const BackwardParams& params, unsigned index)
+      : batch(index / num_tiles(params)), mask(params, batch) {
+    seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
+    num_heads = static_cast<int>(params.num_heads), head_dim = static_cast<int>(params.head_dim);
+    const unsigned in_batch = index - batch * num_tiles(params), n_blocks = num_n_blocks(params);
+    kv_head = in_batch / n_blocks;
+    n_start = (in_batch - kv_head * n_blocks) * Config::kBlockN;
+    group = num_heads / static_cast<int>(params.num_kv_heads);
+    const int n_last = min(n_start + Config::kBlockN, mask.kv_length) - 1;
+    const int last_query = n_last < n_start ? -1 : mask.last_query(n_last);
+    m_begin = mask.first_query(n_start) / Config::kBlockM * Config::kBlockM;
+    m_blocks = last_query < m_begin ? 0 : (last_query - m_begin) / Config::kBlockM + 1;
+  }
+
+  __device__ __forceinline__ int first_head() const { return kv_head * group; }
+
+ private:
+  __device__ static unsigned num_n_blocks(const BackwardParams& params) {
+    return (static_cast<unsigned>(params.seqlen_kv) + Config::kBlockN - 1) / Config::kBlockN;
+  }
+  __device__ static unsigned num_tiles(const BackwardParams& params) {  // of one batch element
+    return num_n_blocks(params) * static_cast<unsigned>(params.num_kv_heads);
+  }
+};
+
+// ---- The producer: a warp for k and q, one for v and dout, one for lse and delta ----
+
+template <class Config>
+struct BackwardLoader {
+  const BackwardArguments& arguments;
+  BackwardShared<Config> shared;
+  BackwardTileWork<Config> work;
+  RingPlace<Config::kStages> place;
+
+  template <bool kIsQueries>
+  __device__ __forceinline__ void load_rows() {
+    constexpr int kBlockM = Config::kBlockM;
+    using Loader = TileLoader<Config::kChunks>;
+    if (work.m_blocks == 0) return;
+    const uint32_t tail = shared.tail(kIsQueries ? 0 : 1);
+    Loader keys{kIsQueries ? arguments.tK : arguments.tV,
+                work.batch,
+                work.mask.kv_length,
+                work.seqlen_kv,
+                ptx::kEvictFirst,
+                tail};
+    keys.template load<Config::kBlockN>(kIsQueries ? shared.sK(0) : shared.sV(0),
+                                        kIsQueries ? shared.k_full() : shared.v_full(), work.kv_head,
+                                        work.n_start);
+    Loader rows{kIsQueries ? arguments.tQ : arguments.tDout,
+                work.batch,
+                work.mask.q_length,
+                work.seqlen_q,
+                ptx::kEvictLast,
+                tail,
+                keys.tail_parity};
+    const int m_end = work.m_begin + work.m_blocks * kBlockM;
+    const int m_tail = rows.template has_tail<kBlockM>(m_end - kBlockM) ? m_end - kBlockM : m_end;
+#pragma unroll 1
+    for (int head = work.first_head(); head < work.first_head() + work.group; ++head) {
+      if (ptx::elect_one()) {
+        RingPlace<Config::kStages> at = place;
+#pragma unroll 1
+        for (int m_start = work.m_begin; m_start < m_tail; m_start += kBlockM) {
+          ptx::barrier_wait(empty<kIsQueries>(at.stage), at.parity ^ 1);
+          rows.template load_whole<kBlockM>(tile<kIsQueries>(at.stage), full<kIsQueries>(at.stage), head,
+                                            m_start);
+          at.advance();
+        }
+      }
+      __syncwarp();
+      place.advance((m_tail - work.m_begin) / kBlockM);
+      if (m_tail < m_end) {
+        ptx::barrier_wait(empty<kIsQueries>(place.stage), place.parity ^ 1);
+        __syncwarp();
+        rows.template load<kBlockM>(tile<kIsQueries>(place.stage), full<kIsQueries>(place.stage), head,
+                                    m_tail);
+        place.advance();
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_stats() {
+#pragma unroll 1
+    for (int head = work.first_head(); head < work.first_head() + work.group; ++head) {
+#pragma unroll 1
+      for (int i = 0; i < work.m_blocks; ++i) {
+        ptx::barrier_wait(shared.q_empty(place.stage), place.parity ^ 1);
+        __syncwarp();
+        load_stats(place.stage, head, work.m_begin + i * Config::kBlockM);
+        place.advance();
+      }
+    }
+  }
+
+ private:
+  template <bool kIsQueries>
+  __device__ __forceinline__ uint32_t tile(int stage) const {
+    return kIsQueries ? shared.sQ(stage) : shared.sDout(stage);
+  }
+  template <bool kIsQueries>
+  __device__ __forceinline__ uint32_t full(int stage) const {
+    return kIsQueries ? shared.q_full(stage) : shared.dout_full(stage);
+  }
+  template <bool kIsQueries>
+  __device__ __forceinline__ uint32_t empty(int stage) const {
+    return kIsQueries ? shared.q_empty(stage) : shared.dout_empty(stage);
+  }
+
+  // Rows beyond the end get zeros, and so do their q and dout: they add nothing.
+  __device__ __forceinline__ void load_stats(int stage, int head, int m_start) {
+    const int64_t row0 = (int64_t{work.batch} * work.num_heads + head) * work.seqlen_q + m_start;
+#pragma unroll
+    for (int i = 0; i < Config::kBlockM; i += 32) {
+      const int row = i + lane_id();
+      const bool valid = m_start + row < work.seqlen_q;
+      const int64_t from = valid ? row0 + row : 0;
+      ptx::copy_async<4>(shared.sLse(stage) + 4 * row, arguments.params.lse_log2 + from, valid);
+      ptx::copy_async<4>(shared.sDelta(stage) + 4 * row, arguments.params.delta + from, valid);
+    }
+    ptx::copy_async_arrive(shared.q_full(stage));
+  }
+};
+
+// ---- A consumer: a warpgroup ----
+
+template <class Config>
+struct BackwardConsumer {
+  using Arithmetic = typename Config::Arithmetic;
+  static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
+  static constexpr int kQueries = Config::kQueries, kSteps = kQueries / 16;
+  static constexpr bool kByKeys = Config::kByKeys;
+  using Scores = float[1][kQueries / 8][4];        // [64 keys, kQueries]
+  using Operand = uint32_t[kSteps][4];             // the same in 16 bits
+  using Sum = float[1][Config::kColumns / 8][4];   // [64 keys, kColumns]
+  using Dq = float[1][Config::kDqColumns / 8][4];  // [64 queries, kDqColumns]
+
+  const BackwardArguments& arguments;
+  BackwardShared<Config> shared;
+  BackwardTileWork<Config> work;
+  int consumer;
+  int warp = uniform(threadIdx.x / 32 % 4);  // of the consumer
+  RingPlace<Config::kStages> place;
+  int ds_stage = 0;
+  Sum dk, dv;
+
+  __device__ __forceinline__ BackwardConsumer(const BackwardArguments& arguments,
+                                              BackwardShared<Config> shared,
+                                              const BackwardTileWork<Config>& work, int consumer)
+      : arguments(arguments), shared(shared), work(work), consumer(consumer) {}
+
+  __device__ __forceinline__ void run() {
+    clear(dk);
+    clear(dv);
+    if (work.m_blocks > 0) {
+      ptx::barrier_wait(shared.k_full(), 0);
+      ptx::barrier_wait(shared.v_full(), 0);
+    }
+#pragma unroll 1
+    for (int head = work.first_head(); head < work.first_head() + work.group; ++head) {
+      const int m_end = work.m_begin + work.m_blocks * kBlockM;
+#pragma unroll 1
+      for (int m_start = work.m_begin; m_start < m_end; m_start += kBlockM) block(head, m_start);
+    }
+    write_out();
+  }
+
+ private:
+  // Of the block of keys, this consumer's and this warp's first row; of the block of queries, this
+  // consumer's.
+  __device__ __forceinline__ int key_row() const { return kByKeys ? 64 * consumer : 0; }
+  __device__ __forceinline__ int warp_row() const { return key_row() + 16 * warp; }
+  __device__ __forceinline__ int query_row() const { return kByKeys ? 0 : kQueries * consumer; }
+
+  // Products end for the warpgroup as a whole, so one thread can speak for it.
+  __device__ __forceinline__ void release(uint32_t barrier) {
+    if (threadIdx.x % 128 == 0) ptx::barrier_arrive(barrier);
+  }
+
+  // ---- One block of queries ----
+
+  __device__ __forceinline__ void block(int head, int m_start) {
+    const int stage = uniform(place.stage);
+    const uint32_t sQ = shared.sQ(stage), sDout = shared.sDout(stage);
+    Scores scores, ds;
+    ptx::barrier_wait(shared.q_full(stage), place.parity);
+    issue_scores(scores, uniform(shared.sK(key_row())), uniform(sQ + query_row() * kChunkRowBytes));
+    ptx::barrier_wait(shared.dout_full(stage), place.parity);
+    issue_scores(ds, uniform(shared.sV(key_row())), uniform(sDout + query_row() * kChunkRowBytes));
+
+    // ---- p = exp(q k^T - lse) ----
+    const bool is_whole = work.mask.covers(m_start + query_row(), kQueries, work.n_start + key_row(), 64);
+    Operand p, ds_operand;
+    ptx::wgmma_wait<1>();
+    ptx::keep_in_place(scores[0]);
+    recompute_probabilities(scores, p, m_start, is_whole, stage);
+
+    // ---- ds = p * (dout v^T - delta) ----
+    ptx::wgmma_wait<0>();
+    ptx::keep_in_place(ds[0]);
+#pragma unroll
+    for (int nt = 0; nt < kQueries / 8; ++nt) {
+      float delta[2];
+      ptx::load_shared_x2(delta, shared.sDelta(stage) + 4 * (query_row() + accumulator_column(nt, 0)));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ds[0][nt][i] = scores[0][nt][i] * (ds[0][nt][i] - delta[i % 2]);
+    }
+    if constexpr (!Config::kTransform) make_operand(scores, p);
+    make_operand(ds, ds_operand);
+
+    // ---- dv += p^T dout, dq += ds k, dk += ds^T q ----
+    if constexpr (kByKeys) {
+      if constexpr (Config::kWithDq) store_ds(ds_operand);
+      issue_sums(dv, p, sDout);
+      if constexpr (Config::kWithDq) exchange();
+    } else {
+      store_transposed(p, shared.sP(ds_stage));
+      store_transposed(ds_operand, shared.sDs(ds_stage));
+      exchange();
+      issue_sums(dv, shared.sP(ds_stage), sDout);
+    }
+    if constexpr (Config::kWithDq) {
+      Dq dq;
+      issue_dq(dq);
+      ptx::wgmma_wait<1>();
+      ptx::keep_in_place(dv[0]);
+      release(shared.dout_empty(stage));
+      issue_dk(ds_operand, sQ);
+      ptx::wgmma_wait<1>();
+      ptx::keep_in_place(dq[0]);
+      add_dq(dq, head, m_start);
+    } else {
+      issue_dk(ds_operand, sQ);
+      ptx::wgmma_wait<1>();
+      ptx::keep_in_place(dv[0]);
+      release(shared.dout_empty(stage));
+    }
+    ptx::wgmma_wait<0>();
+    ptx::keep_in_place(dk[0]);
+    release(shared.q_empty(stage));
+    place.advance();
+    ds_stage ^= 1;
+  }
+
+  // What both consumers have put into shared memory is there for the products of both.
+  __device__ __forceinline__ void exchange() {
+    ptx::async_proxy_fence();
+    ptx::named_barrier_wait(1, 256);
+  }
+
+  // scores [64, kQueries] = a [64, kHeadDim] b^T, b [kQueries, kHeadDim].
+  __device__ __forceinline__ void issue_scores(Scores& scores, uint32_t a_tile, uint32_t b_tile) {
+    const uint64_t a = ptx::matrix_descriptor(a_tile, 0), b = ptx::matrix_descriptor(b_tile, 0);
+    ptx::keep_in_place(scores[0]);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      const int chunk = step / 4, bytes = step % 4 * 32;
+      ptx::Wgmma<Arithmetic, kQueries>::shared(scores[0], a + (chunk * Config::kKvChunkBytes + bytes) / 16,
+                                               b + (chunk * Config::kQChunkBytes + bytes) / 16, step > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void issue_dk(Operand& ds, uint32_t sQ) {
+    if constexpr (kByKeys) {
+      issue_sums(dk, ds, sQ);
+    } else {
+      issue_sums(dk, shared.sDs(ds_stage), sQ);
+    }
+  }
+
+  // sum [64, kColumns] += a [64, kBlockM] b, b this consumer's columns of a [kBlockM, kHeadDim].
+  __device__ __forceinline__ void issue_sums(Sum& sum, uint32_t a_tile, uint32_t b_tile) {
+    const uint32_t columns = uniform(b_tile + consumer * (Config::kChunks / 2) * Config::kQChunkBytes);
+    const uint64_t a = ptx::matrix_descriptor(a_tile, 0),
+                   b = ptx::matrix_descriptor(columns, Config::kQChunkBytes);
+    ptx::keep_in_place(sum[0]);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockM / 16; ++step) {
+      ptx::Wgmma<Arithmetic, Config::kColumns>::shared_mn(sum[0], a + step * 32 / 16,
+                                                          b + step * 16 * kChunkRowBytes / 16, true);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // The same, where a is in registers and all columns are this consumer's.
+  __device__ __forceinline__ void issue_sums(Sum& sum, Operand& a, uint32_t b_tile) {
+    const uint64_t b = ptx::matrix_descriptor(b_tile, Config::kQChunkBytes);
+    ptx::keep_in_place(a);
+    ptx::keep_in_place(sum[0]);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      ptx::Wgmma<Arithmetic, Config::kColumns>::registers(sum[0], a[step],
+                                                          b + step * 16 * kChunkRowBytes / 16);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // This lane's element h, c of each tile belongs to key accumulator_row(0, h), query accumulator_column(nt,
+  // c).
+  __device__ __forceinline__ void hide(Scores& scores, int m_start) {
+    const Mask& mask = work.mask;
+    for_each_accumulator(scores, [&](int, int h, int nt, int c) {
+      const int key = work.n_start + warp_row() + accumulator_row(0, h);
+      const int first = mask.first_query(key), last = key < mask.kv_length ? mask.last_query(key) : -1;
+      // Less this lane's first column, so that each element compares with a constant.
+      const int column0 = m_start + query_row() + accumulator_column(0, 0), column = 8 * nt + c;
+      if (column < first - column0 || column > last - column0) scores[0][nt][2 * h + c] = 0;
+    });
+  }
+
+  // From scores to p, and what d p / d score needs of it: p itself but for the soft cap p (1 - tanh^2).
+  __device__ __forceinline__ void recompute_probabilities(Scores& scores, Operand& p, int m_start,
+                                                          bool is_whole, int stage) {
+    const LogitScale& logit = arguments.logit;
+    float slope[1][Config::kTransform ? kQueries / 8 : 1][4];
+    if constexpr (Config::kTransform) {
+      transform_scores(scores, logit);
+      for_each_accumulator(scores, [&](int, int h, int nt, int c) {
+        const float capped = scores[0][nt][2 * h + c];
+        slope[0][nt][2 * h + c] = logit.transform == LogitScale::kSoftCap ? 1 - capped * capped : 1;
+      });
+    }
+#pragma unroll
+    for (int nt = 0; nt < kQueries / 8; ++nt) {
+      float lse_log2[2];
+      ptx::load_shared_x2(lse_log2, shared.sLse(stage) + 4 * (query_row() + accumulator_column(nt, 0)));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& x = scores[0][nt][i];
+        x = ptx::exp2_approx(fmaf(x, logit.scale_log2, -lse_log2[i % 2]));
+      }
+    }
+    if (!is_whole) hide(scores, m_start);
+    if constexpr (Config::kTransform) {
+      make_operand(scores, p);
+      for_each_accumulator(
+          scores, [&](int, int h, int nt, int c) { scores[0][nt][2 * h + c] *= slope[0][nt][2 * h + c]; });
+    }
+  }
+
+  // In a product's accumulators a lane holds what it needs of it as the first operand of the next one.
+  __device__ __forceinline__ void make_operand(const Scores& scores, Operand& operand) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&tile)[4] = scores[0][2 * step + i / 2];
+        operand[step][i] = pack<Arithmetic>(tile[i % 2 * 2], tile[i % 2 * 2 + 1]);
+      }
+    }
+  }
+
+  // ---- dq ----
+
+  __device__ __forceinline__ int dq_column() const {
+    return Config::kDqByRows ? 0 : consumer * Config::kDqColumns;
+  }
+
+  // p^T or ds^T of this warp's 16 keys.
+  __device__ __forceinline__ void store_transposed(const Operand& operand, uint32_t tile) {
+    const uint32_t rows = tile + 16 * warp * kChunkRowBytes;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int piece = query_row() / 8 + 2 * step + lane_id() / 16;
+      ptx::store_matrix_x4(rows + swizzled(lane_id() % 16, piece), operand[step]);
+    }
+  }
+
+  // ds^T of this warp's 16 keys to ds.
+  __device__ __forceinline__ void store_ds(const Operand& ds) {
+    const uint32_t sDs = shared.sDs(ds_stage) + consumer * Config::kQChunkBytes;
+    const int row = lane_id() / 16 * 8 + lane_id() % 8, piece = 2 * warp + lane_id() / 8 % 2;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      ptx::store_matrix_x4_transposed(sDs + swizzled(16 * step + row, piece), ds[step]);
+    }
+  }
+
+  __device__ __forceinline__ void issue_dq(Dq& dq) {
+    const int row = Config::kDqByRows ? 64 * consumer : 0, column = dq_column();
+    const uint32_t sDs = uniform(shared.sDs(ds_stage) + row * kChunkRowBytes);
+    const uint32_t sK =
+        uniform(shared.sK(0) + column / kChunkColumns * Config::kKvChunkBytes + column % kChunkColumns * 2);
+    const uint64_t ds = ptx::matrix_descriptor(sDs, 0), k = ptx::matrix_descriptor(sK, Config::kKvChunkBytes);
+    ptx::keep_in_place(dq[0]);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) {
+      ptx::Wgmma<Arithmetic, Config::kDqColumns>::shared_mn(
+          dq[0], ds + (step / 4 * Config::kQChunkBytes + step % 4 * 32) / 16,
+          k + step * 16 * kChunkRowBytes / 16, step > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void add_dq(const Dq& dq, int head, int m_start) {
+    const int row = m_start + 16 * warp + (Config::kDqByRows ? 64 * consumer : 0);
+    const int tiles = min(Config::kDqColumns, work.head_dim - dq_column()) / 8;
+    const uint32_t sDq = shared.sDq(4 * consumer + warp);
+    if (ptx::elect_one()) ptx::tensor_store_wait_read();  // what was added before has left the buffer
+    __syncwarp();
+#pragma unroll
+    for (int nt = 0; nt < Config::kDqColumns / 8; ++nt) {
+      ptx::store_shared_x4(sDq + nt * DqFragments::kTileBytes + 16 * lane_id(), dq[0][nt]);
+    }
+    ptx::async_proxy_fence();
+    __syncwarp();
+    if (row < work.seqlen_q && tiles > 0 && ptx::elect_one()) {
+      ptx::bulk_reduce_add(arguments.dq_accum.tile(work.batch, head, row, dq_column()), sDq,
+                           tiles * DqFragments::kTileBytes);
+      ptx::tensor_store_commit();
+    }
+  }
+
+  // ---- Write dk and dv, to where k and v were; keys beyond the length get zeros ----
+
+  __device__ __forceinline__ void write_out() {
+    ptx::named_barrier_wait(1, 256);  // dq needs all of k
+    const BackwardParams& params = arguments.params;
+    const int row0 = work.n_start + warp_row();
+    for_each_accumulator(dk, [&](int, int h, int nt, int c) {
+      if (row0 + accumulator_row(0, h) >= work.mask.kv_length)
+        dk[0][nt][2 * h + c] = dv[0][nt][2 * h + c] = 0;
+    });
+    const int chunk0 = kByKeys ? 0 : consumer * (Config::kChunks / 2);
+    const uint32_t sDk = shared.sK(warp_row()) + chunk0 * Config::kKvChunkBytes;
+    const uint32_t sDv = shared.sV(warp_row()) + chunk0 * Config::kKvChunkBytes;
+    store_rows<Arithmetic>(dk, {arguments.logit.scale, arguments.logit.scale}, sDk, Config::kKvChunkBytes);
+    store_rows<Arithmetic>(dv, {1, 1}, sDv, Config::kKvChunkBytes);
+    ptx::async_proxy_fence();
+    __syncwarp();
+    if (row0 < work.seqlen_kv && ptx::elect_one()) {
+#pragma unroll
+      for (int chunk = 0; chunk < Config::kColumns / kChunkColumns; ++chunk) {
+        const int column = (chunk0 + chunk) * kChunkColumns, offset = chunk * Config::kKvChunkBytes;
+        if (column < params.head_dim) {
+          ptx::tensor_store(arguments.tDk, sDk + offset, column, work.kv_head, row0, work.batch);
+        }
+        if (column < params.head_dim_v) {
+          ptx::tensor_store(arguments.tDv, sDv + offset, column, work.kv_head, row0, work.batch);
+        }
+      }
+      ptx::tensor_store_commit();
+    }
+    if (ptx::elect_one()) ptx::tensor_store_wait_read();
+  }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardArguments arguments) {
+  extern __shared__ __align__(1024) uint8_t start[];
+  const BackwardShared<Config> shared{ptx::shared_address(start)};
+
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < Config::kStages; ++stage) {
+      ptx::barrier_init(shared.q_full(stage), 1 + 32);
+      ptx::barrier_init(shared.q_empty(stage), Config::kConsumers);
+      ptx::barrier_init(shared.dout_full(stage), 1);
+      ptx::barrier_init(shared.dout_empty(stage), Config::kConsumers);
+    }
+    ptx::barrier_init(shared.k_full(), 1);
+    ptx::barrier_init(shared.v_full(), 1);
+    ptx::barrier_init(shared.tail(0), 1);
+    ptx::barrier_init(shared.tail(1), 1);
+    ptx::barrier_init_fence();
+  }
+  const BackwardTileWork<Config> work(arguments.params, blockIdx.x);
+  __syncthreads();
+
+  const int warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup == 0) {
+    ptx::release_registers<Config::kProducerRegisters>();
+    const int warp = uniform(threadIdx.x / 32);
+    BackwardLoader<Config> loader{arguments, shared, work};
+    if (warp == 0) {
+      loader.template load_rows</*kIsQueries=*/true>();
+    } else if (warp == 1) {
+      loader.template load_rows</*kIsQueries=*/false>();
+    } else if (warp == 2) {
+      loader.load_stats();
+    }
+  } else {
+    ptx::acquire_registers<Config::kConsumerRegisters>();
+    BackwardConsumer<Config>(arguments, shared, work, warpgroup - 1).run();
+  }
+}
+
+template <class Config>
+cudaError_t launch_backward(const BackwardParams& params, const LaunchContext& context) {
+  using Element = typename Config::Element;
+  BackwardArguments arguments{
+      .params = params, .dq_accum = DqFragments(params), .logit = LogitScale(params.options)};
+  const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
+  const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
+  for (cudaError_t error :
+       {make_tensor_map<Element>(params.q, B, T, N, H, Config::kBlockM, &arguments.tQ),
+        make_tensor_map<Element>(params.dout, B, T, N, Hv, Config::kBlockM, &arguments.tDout),
+        make_tensor_map<Element>(params.k, B, S, K, H, Config::kBlockN, &arguments.tK),
+        make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kBlockN, &arguments.tV),
+        make_tensor_map<Element>(params.dk, B, S, K, H, 16, &arguments.tDk),
+        make_tensor_map<Element>(params.dv, B, S, K, Hv, 16, &arguments.tDv)}) {
+    if (error != cudaSuccess) return error;
+  }
+  return launch(backward_kernel<Config>, ceil_div(S, Config::kBlockN) * K * B, Config::kThreads,
+                Config::kSharedBytes, context, arguments);
+}
+
+// Of backward_dq.cuh, compiled in units of its own.
+template <class Arithmetic, int kHeadDim>
+cudaError_t backward_dq(const BackwardParams& params, const LaunchContext& context);
+
+// When deterministic, dq is left to the caller.
+template <class Arithmetic, int kHeadDim>
+cudaError_t backward(const BackwardParams& params, const LaunchContext& context) {
+  using Element = typename Arithmetic::Element;
+  if (!is_served(params, context)) return kNotServed;
+  const bool transform = LogitScale(params.options).transform != LogitScale::kNone;
+  auto launch_form = [&]<bool kWithDq>() {
+    return transform ? launch_backward<BackwardConfig<Arithmetic, kHeadDim, true, kWithDq>>(params, context)
+                     : launch_backward<BackwardConfig<Arithmetic, kHeadDim, false, kWithDq>>(params, context);
+  };
+  cudaError_t error = cudaSuccess;
+  if constexpr (!backward_is_split(kHeadDim)) {
+    if (!params.options.deterministic) {
+      error = launch_delta<Element>(params, params.dq_accum, DqFragments::size(params), context);
+      if (error == cudaSuccess) error = launch_form.template operator()<true>();
+      return error == cudaSuccess ? launch_convert_fragments<Element>(params, context) : error;
+    }
+  }
+  error = launch_delta<Element>(params, nullptr, 0, context);
+  if (error == cudaSuccess) error = launch_form.template operator()<false>();
+  if (error != cudaSuccess || params.options.deterministic) return error;
+  return backward_dq<Arithmetic, kHeadDim>(params, context);
+}
+
+}  // namespace jax_flash::cuda::sm90

@@ -1,0 +1,373 @@
+// dq alone, without additions to global memory: the second half of the deterministic backward on Hopper.
+//
+// A block owns 64 rows of dq for each of its consumers, of one head, and walks the visible blocks of keys; p,
+// dp and ds stay in a warp's registers and ds is the first operand of dq += ds k as it lies there.
+#pragma once
+
+#include <cuda.h>
+
+#include <cmath>
+#include <cstdint>
+
+#include "accumulator.cuh"
+#include "arithmetic.h"
+#include "launch.h"
+#include "mask.cuh"
+#include "params.h"
+#include "ptx/barrier.h"
+#include "ptx/memory.h"
+#include "ptx/tensor_copy.h"
+#include "ptx/wgmma.h"
+#include "sm90/output.cuh"
+#include "sm90/ring.cuh"
+#include "sm90/tensor_map.h"
+#include "sm90/tile_loader.cuh"
+#include "softmax.cuh"
+#include "tiles.h"
+
+namespace jax_flash::cuda {
+using backward_dq_params = BackwardParams;
+}
+
+namespace jax_flash::cuda::sm90 {
+
+struct BackwardDqArguments {
+  CUtensorMap tQ, tDout;  // boxes of kBlockM rows
+  CUtensorMap tK, tV;     // boxes of kBlockN rows
+  CUtensorMap tDq;        // boxes of 16 rows
+  BackwardParams params;
+  LogitScale logit;
+};
+
+template <class Arithmetic_, int kHeadDim_, bool kTransform_>
+struct BackwardDqConfig {
+  using Arithmetic = Arithmetic_;
+  using Element = typename Arithmetic::Element;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kTransform = kTransform_;  // of scores, before the softmax
+  static constexpr BackwardDqTile kTile = backward_dq_tile(kHeadDim);
+  static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
+  static constexpr int kBlockM = 64 * kConsumers, kBlockN = kTile.block_n, kStages = kTile.stages;
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+
+  // Shared memory: tiles of kChunks times [rows, 64] elements, swizzled.
+  static constexpr int kChunks = kHeadDim / kChunkColumns;
+  static constexpr int kQChunkBytes = kBlockM * kChunkRowBytes, kKvChunkBytes = kBlockN * kChunkRowBytes;
+  static constexpr int kQBytes = kChunks * kQChunkBytes, kKvBytes = kChunks * kKvChunkBytes;
+  static constexpr int kDout = kQBytes, kK = 2 * kQBytes, kV = kK + kStages * kKvBytes;
+  static constexpr int kBarriers = kV + kStages * kKvBytes, kNumBarriers = 4 * kStages + 4;
+  static constexpr int kSharedBytes = kBarriers + 8 * kNumBarriers;
+  static_assert(kKvChunkBytes % 1024 == 0, "wgmma wants tiles aligned to 1024 bytes");
+  static_assert(kSharedBytes <= 227 * 1024);
+};
+
+// Addresses in shared memory.
+template <class Config>
+struct BackwardDqShared {
+  uint32_t base;
+
+  __device__ uint32_t sQ(int row) const { return base + row * kChunkRowBytes; }
+  __device__ uint32_t sDout(int row) const { return base + Config::kDout + row * kChunkRowBytes; }
+  __device__ uint32_t sK(int stage) const { return base + Config::kK + stage * Config::kKvBytes; }
+  __device__ uint32_t sV(int stage) const { return base + Config::kV + stage * Config::kKvBytes; }
+
+  // Each buffer of the ring has a barrier for "full" and one for "empty".
+  __device__ uint32_t k_full(int stage) const { return barrier(stage); }
+  __device__ uint32_t k_empty(int stage) const { return barrier(Config::kStages + stage); }
+  __device__ uint32_t v_full(int stage) const { return barrier(2 * Config::kStages + stage); }
+  __device__ uint32_t v_empty(int stage) const { return barrier(3 * Config::kStages + stage); }
+  __device__ uint32_t q_full() const { return barrier(4 * Config::kStages); }
+  __device__ uint32_t dout_full() const { return barrier(4 * Config::kStages + 1); }
+  __device__ uint32_t tail(int warp) const { return barrier(4 * Config::kStages + 2 + warp); }
+
+ private:
+  __device__ uint32_t barrier(int index) const { return base + Config::kBarriers + 8 * index; }
+};
+
+// ---- Which tile: the last rows first, which see the most keys when causal ----
+
+template <class Config>
+struct BackwardDqWork {
+  int m_start, head, kv_head, batch;
+  Mask mask;
+  KeyBlocks blocks;
+  int seqlen_q, seqlen_kv;
+
+  __device__ __forceinline__ BackwardDqWork(const BackwardParams& params, unsigned index)
+      : batch(index / num_tiles(params)), mask(params, batch) {
+    seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
+    const unsigned in_batch = index - batch * num_tiles(params), m_blocks = num_m_blocks(params);
+    head = in_batch / m_blocks;
+    m_start = (m_blocks - 1 - (in_batch - head * m_blocks)) * Config::kBlockM;
+    kv_head = head / (static_cast<int>(params.num_heads) / static_cast<int>(params.num_kv_heads));
+    blocks = mask.template key_blocks<Config::kBlockN>(m_start, min(Config::kBlockM, seqlen_q - m_start));
+  }
+
+ private:
+  __device__ static unsigned num_m_blocks(const BackwardParams& params) {
+    return (static_cast<unsigned>(params.seqlen_q) + Config::kBlockM - 1) / Config::kBlockM;
+  }
+  __device__ static unsigned num_tiles(const BackwardParams& params) {  // of one batch element
+    return num_m_blocks(params) * static_cast<unsigned>(params.num_heads);
+  }
+};
+
+// ---- The producer: a warp for q and k, one for dout and v ----
+
+template <class Config, bool kIsKeys>
+__device__ __forceinline__ void load_for_dq(const BackwardDqArguments& arguments,
+                                            BackwardDqShared<Config> shared,
+                                            const BackwardDqWork<Config>& work) {
+  constexpr int kBlockN = Config::kBlockN;
+  using Loader = TileLoader<Config::kChunks>;
+  if (work.blocks.is_empty()) return;
+  const uint32_t tail = shared.tail(kIsKeys ? 0 : 1);
+  Loader rows{kIsKeys ? arguments.tQ : arguments.tDout,
+              work.batch,
+              work.mask.q_length,
+              work.seqlen_q,
+              ptx::kEvictFirst,
+              tail};
+  rows.template load<Config::kBlockM>(kIsKeys ? shared.sQ(0) : shared.sDout(0),
+                                      kIsKeys ? shared.q_full() : shared.dout_full(), work.head,
+                                      work.m_start);
+  // The last block of keys comes first: all buffers are empty.
+  Loader keys{kIsKeys ? arguments.tK : arguments.tV,
+              work.batch,
+              work.mask.kv_length,
+              work.seqlen_kv,
+              ptx::kEvictLast,
+              tail,
+              rows.tail_parity};
+  keys.template load<kBlockN>(kIsKeys ? shared.sK(0) : shared.sV(0),
+                              kIsKeys ? shared.k_full(0) : shared.v_full(0), work.kv_head,
+                              (work.blocks.end - 1) * kBlockN);
+  if (ptx::elect_one()) {
+    RingPlace<Config::kStages> place;
+#pragma unroll 1
+    for (int n = work.blocks.end - 2; n >= work.blocks.begin; --n) {
+      place.advance();
+      ptx::barrier_wait(kIsKeys ? shared.k_empty(place.stage) : shared.v_empty(place.stage),
+                        place.parity ^ 1);
+      keys.template load_whole<kBlockN>(kIsKeys ? shared.sK(place.stage) : shared.sV(place.stage),
+                                        kIsKeys ? shared.k_full(place.stage) : shared.v_full(place.stage),
+                                        work.kv_head, n * kBlockN);
+    }
+  }
+}
+
+// ---- A consumer: a warpgroup ----
+
+template <class Config>
+struct BackwardDqConsumer {
+  using Arithmetic = typename Config::Arithmetic;
+  static constexpr int kHeadDim = Config::kHeadDim, kBlockN = Config::kBlockN;
+  using Scores = float[1][kBlockN / 8][4];  // [64 queries, kBlockN keys]
+
+  const BackwardDqArguments& arguments;
+  BackwardDqShared<Config> shared;
+  BackwardDqWork<Config> work;
+  int consumer;
+  int warp_row = 64 * consumer + 16 * uniform(threadIdx.x / 32 % 4);
+  RingPlace<Config::kStages> place;
+  float dq[1][kHeadDim / 8][4];
+  float lse_log2[2], delta[2];
+
+  __device__ __forceinline__ BackwardDqConsumer(const BackwardDqArguments& arguments,
+                                                BackwardDqShared<Config> shared,
+                                                const BackwardDqWork<Config>& work, int consumer)
+      : arguments(arguments), shared(shared), work(work), consumer(consumer) {}
+
+  __device__ __forceinline__ void run() {
+    clear(dq);
+    load_stats();
+    if (!work.blocks.is_empty()) {
+      ptx::barrier_wait(shared.q_full(), 0);
+      ptx::barrier_wait(shared.dout_full(), 0);
+    }
+#pragma unroll 1
+    for (int n = work.blocks.end - 1; n >= work.blocks.begin; --n) block(n);
+    write_out();
+  }
+
+ private:
+  // Products end for the warpgroup as a whole, so one thread can speak for it.
+  __device__ __forceinline__ void release(uint32_t barrier) {
+    if (threadIdx.x % 128 == 0) ptx::barrier_arrive(barrier);
+  }
+
+  __device__ __forceinline__ void load_stats() {
+    const BackwardParams& params = arguments.params;
+    const int64_t row0 = (int64_t{work.batch} * params.num_heads + work.head) * work.seqlen_q;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = work.m_start + warp_row + accumulator_row(0, h);
+      const bool valid = row < work.seqlen_q;
+      lse_log2[h] = valid ? params.lse_log2[row0 + row] : INFINITY;
+      delta[h] = valid ? params.delta[row0 + row] : 0;
+    }
+  }
+
+  __device__ __forceinline__ void block(int n) {
+    const int stage = uniform(place.stage);
+    Scores scores, ds;
+    ptx::barrier_wait(shared.k_full(stage), place.parity);
+    issue_scores(scores, uniform(shared.sQ(64 * consumer)), shared.sK(stage));
+    ptx::barrier_wait(shared.v_full(stage), place.parity);
+    issue_scores(ds, uniform(shared.sDout(64 * consumer)), shared.sV(stage));
+
+    // ---- p = exp(q k^T - lse), and for the soft cap p (1 - tanh^2) ----
+    ptx::wgmma_wait<1>();
+    ptx::keep_in_place(scores[0]);
+    const LogitScale& logit = arguments.logit;
+    if constexpr (Config::kTransform) transform_scores(scores, logit);
+    for_each_accumulator(scores, [&](int, int h, int nt, int c) {
+      float& x = scores[0][nt][2 * h + c];
+      const float p = ptx::exp2_approx(fmaf(x, logit.scale_log2, -lse_log2[h]));
+      x = Config::kTransform && logit.transform == LogitScale::kSoftCap ? p * (1 - x * x) : p;
+    });
+    if (!work.blocks.is_whole(n)) {
+      fill_hidden(scores, work.mask, work.m_start + warp_row, n * kBlockN, 0);
+    }
+
+    // ---- ds = p * (dout v^T - delta) ----
+    ptx::wgmma_wait<0>();
+    ptx::keep_in_place(ds[0]);
+    release(shared.v_empty(stage));
+    uint32_t operand[kBlockN / 16][4];
+#pragma unroll
+    for (int nt = 0; nt < kBlockN / 8; ++nt) {
+      float values[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[i] = scores[0][nt][i] * (ds[0][nt][i] - delta[i / 2]);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        operand[nt / 2][nt % 2 * 2 + h] = pack<Arithmetic>(values[2 * h], values[2 * h + 1]);
+      }
+    }
+
+    // ---- dq += ds k ----
+    const uint64_t k = ptx::matrix_descriptor(shared.sK(stage), Config::kKvChunkBytes);
+    ptx::keep_in_place(operand);
+    ptx::keep_in_place(dq[0]);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) {
+      ptx::Wgmma<Arithmetic, kHeadDim>::registers(dq[0], operand[step], k + step * 16 * kChunkRowBytes / 16);
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::keep_in_place(dq[0]);
+    release(shared.k_empty(stage));
+    place.advance();
+  }
+
+  // scores [64, kBlockN] = a [64, kHeadDim] b^T, b [kBlockN, kHeadDim].
+  __device__ __forceinline__ void issue_scores(Scores& scores, uint32_t a_tile, uint32_t b_tile) {
+    const uint64_t a = ptx::matrix_descriptor(a_tile, 0), b = ptx::matrix_descriptor(b_tile, 0);
+    ptx::keep_in_place(scores[0]);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      const int chunk = step / 4, bytes = step % 4 * 32;
+      ptx::Wgmma<Arithmetic, kBlockN>::shared(scores[0], a + (chunk * Config::kQChunkBytes + bytes) / 16,
+                                              b + (chunk * Config::kKvChunkBytes + bytes) / 16, step > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // ---- Write dq to where q was; rows that see no key get zeros ----
+
+  __device__ __forceinline__ void write_out() {
+    ptx::named_barrier_wait(1 + consumer, 128);  // a product reads q for all warps
+    const int row0 = work.m_start + warp_row;
+    float factor[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = row0 + accumulator_row(0, h);
+      factor[h] = arguments.logit.scale;
+      if (work.mask.first_key(row) <= work.mask.last_key(row)) continue;
+#pragma unroll
+      for (int nt = 0; nt < kHeadDim / 8; ++nt) dq[0][nt][2 * h] = dq[0][nt][2 * h + 1] = 0;
+    }
+    store_rows<Arithmetic>(dq, factor, shared.sQ(warp_row), Config::kQChunkBytes);
+    ptx::async_proxy_fence();
+    __syncwarp();
+    if (row0 < work.seqlen_q && ptx::elect_one()) {
+#pragma unroll
+      for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+        if (chunk * kChunkColumns < arguments.params.head_dim) {
+          ptx::tensor_store(arguments.tDq, shared.sQ(warp_row) + chunk * Config::kQChunkBytes,
+                            chunk * kChunkColumns, work.head, row0, work.batch);
+        }
+      }
+      ptx::tensor_store_commit();
+      ptx::tensor_store_wait_read();
+    }
+  }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    backward_dq_kernel(const __grid_constant__ BackwardDqArguments arguments) {
+  extern __shared__ __align__(1024) uint8_t start[];
+  const BackwardDqShared<Config> shared{ptx::shared_address(start)};
+
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < Config::kStages; ++stage) {
+      ptx::barrier_init(shared.k_full(stage), 1);
+      ptx::barrier_init(shared.k_empty(stage), Config::kConsumers);
+      ptx::barrier_init(shared.v_full(stage), 1);
+      ptx::barrier_init(shared.v_empty(stage), Config::kConsumers);
+    }
+    ptx::barrier_init(shared.q_full(), 1);
+    ptx::barrier_init(shared.dout_full(), 1);
+    ptx::barrier_init(shared.tail(0), 1);
+    ptx::barrier_init(shared.tail(1), 1);
+    ptx::barrier_init_fence();
+  }
+  const BackwardDqWork<Config> work(arguments.params, blockIdx.x);
+  __syncthreads();
+
+  const int warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup == 0) {
+    ptx::release_registers<Config::kProducerRegisters>();
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp == 0) {
+      load_for_dq<Config, /*kIsKeys=*/true>(arguments, shared, work);
+    } else if (warp == 1) {
+      load_for_dq<Config, /*kIsKeys=*/false>(arguments, shared, work);
+    }
+  } else {
+    ptx::acquire_registers<Config::kConsumerRegisters>();
+    BackwardDqConsumer<Config>(arguments, shared, work, warpgroup - 1).run();
+  }
+}
+
+template <class Config>
+cudaError_t launch_backward_dq(const BackwardParams& params, const LaunchContext& context) {
+  using Element = typename Config::Element;
+  BackwardDqArguments arguments{.params = params, .logit = LogitScale(params.options)};
+  const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
+  const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
+  for (cudaError_t error :
+       {make_tensor_map<Element>(params.q, B, T, N, H, Config::kBlockM, &arguments.tQ),
+        make_tensor_map<Element>(params.dout, B, T, N, Hv, Config::kBlockM, &arguments.tDout),
+        make_tensor_map<Element>(params.k, B, S, K, H, Config::kBlockN, &arguments.tK),
+        make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kBlockN, &arguments.tV),
+        make_tensor_map<Element>(params.dq, B, T, N, H, 16, &arguments.tDq)}) {
+    if (error != cudaSuccess) return error;
+  }
+  return launch(backward_dq_kernel<Config>, ceil_div(T, Config::kBlockM) * N * B, Config::kThreads,
+                Config::kSharedBytes, context, arguments);
+}
+
+template <class Arithmetic, int kHeadDim>
+cudaError_t backward_dq(const BackwardParams& params, const LaunchContext& context) {
+  if (!is_served(params, context)) return kNotServed;
+  return LogitScale(params.options).transform == LogitScale::kNone
+             ? launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, false>>(params, context)
+             : launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, true>>(params, context);
+}
+
+}  // namespace jax_flash::cuda::sm90

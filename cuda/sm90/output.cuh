@@ -1,0 +1,35 @@
+// From a warp's accumulators to shared memory, from where the copy engine takes them.
+#pragma once
+
+#include <cstdint>
+
+#include "accumulator.cuh"
+#include "arithmetic.h"
+#include "ptx/memory.h"
+#include "sm90/tensor_map.h"
+
+namespace jax_flash::cuda::sm90 {
+
+// Where in a swizzled tile of 128-byte rows 16-byte piece `piece` of row `row` lies.
+__device__ __forceinline__ uint32_t swizzled(int row, int piece) {
+  return row * kChunkRowBytes + (piece ^ row % 8) * 16;
+}
+
+// 16 rows in 16 bits, rows of h multiplied by factor[h], to tiles of 64 columns, `pitch` bytes apart.
+template <class Arithmetic, int kTiles>
+__device__ __forceinline__ void store_rows(const float (&acc)[1][kTiles][4], const float (&factor)[2],
+                                           uint32_t shared, int pitch) {
+#pragma unroll
+  for (int i = 0; i < kTiles / 2; ++i) {
+    uint32_t values[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float (&tile)[4] = acc[0][2 * i + j / 2];
+      values[j] = pack<Arithmetic>(tile[j % 2 * 2] * factor[j % 2], tile[j % 2 * 2 + 1] * factor[j % 2]);
+    }
+    ptx::store_matrix_x4(shared + i / 4 * pitch + swizzled(lane_id() % 16, 2 * (i % 4) + lane_id() / 16),
+                         values);
+  }
+}
+
+}  // namespace jax_flash::cuda::sm90

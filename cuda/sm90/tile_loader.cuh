@@ -1,0 +1,68 @@
+// Tiles of a tensor to shared memory, by a warp.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "accumulator.cuh"
+#include "ptx/barrier.h"
+#include "ptx/memory.h"
+#include "ptx/tensor_copy.h"
+#include "sm90/tensor_map.h"
+
+namespace jax_flash::cuda::sm90 {
+
+// Loads tiles of kChunks times [rows, 64] elements, swizzled, of one sequence of a tensor of which only the
+// first `length` of `seqlen` rows count. The others may be NaN, and 0 * NaN is NaN: in a tile they become
+// zeros, so that p = 0 is enough to hide a pair.
+template <int kChunks>
+struct TileLoader {
+  const CUtensorMap& map;
+  int batch, length, seqlen;
+  uint64_t policy;
+  uint32_t tail_barrier;  // of this warp alone
+  uint32_t tail_parity = 0;
+
+  // Does the tile that begins at `row` have rows in the tensor that do not count?
+  template <int kRows>
+  __device__ __forceinline__ bool has_tail(int row) const {
+    return length < seqlen && length - row < kRows;
+  }
+
+  // By one thread: a tile without such rows, which completes a phase of `full`.
+  template <int kRows>
+  __device__ __forceinline__ void load_whole(uint32_t tile, uint32_t full, int head, int row) const {
+    ptx::barrier_arrive_expect(full, kChunks * kRows * kChunkRowBytes);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      ptx::tensor_load(tile + chunk * kRows * kChunkRowBytes, map, full, chunk * kChunkColumns, head, row,
+                       batch, policy);
+    }
+  }
+
+  // By a warp: any tile.
+  template <int kRows>
+  __device__ __forceinline__ void load(uint32_t tile, uint32_t full, int head, int row) {
+    if (!has_tail<kRows>(row)) {
+      if (ptx::elect_one()) load_whole<kRows>(tile, full, head, row);
+      return;
+    }
+    if (ptx::elect_one()) load_whole<kRows>(tile, tail_barrier, head, row);
+    ptx::barrier_wait(tail_barrier, tail_parity);
+    tail_parity ^= 1;
+    const uint32_t zeros[4] = {0, 0, 0, 0};
+#pragma unroll 1
+    for (int i = max(length - row, 0) * 8 + lane_id(); i < kRows * 8; i += 32) {
+#pragma unroll 1
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        ptx::store_shared_x4(tile + chunk * kRows * kChunkRowBytes + i * 16, zeros);
+      }
+    }
+    ptx::async_proxy_fence();
+    __syncwarp();
+    if (ptx::elect_one()) ptx::barrier_arrive(full);
+  }
+};
+
+}  // namespace jax_flash::cuda::sm90
