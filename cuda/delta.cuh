@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(256)
   const int lane = threadIdx.x % 32;
   const Index seqlen_q = static_cast<Index>(params.seqlen_q),
               num_heads = static_cast<Index>(params.num_heads);
-  const Index row = Index{blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32;  // of [B, T, N]
+  // Of [B, T, N]. The last ones first: what the backward kernels begin with is then in L2.
+  const Index row = Index{gridDim.x - 1 - blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32;
   if (row >= static_cast<Index>(params.batch) * seqlen_q * num_heads) return;
   const Index token = row / num_heads, batch = token / seqlen_q;
   const Index head = row - token * num_heads, position = token - batch * seqlen_q;

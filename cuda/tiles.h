@@ -120,8 +120,8 @@ struct BackwardTile {
 };
 
 // Two warpgroups keep 64 keys each: of a thread's 240 registers dk and dv take head_dim, scores and their
-// gradients block_m, and the slope of a transform of scores half of that. Head dims over 128 keep 64 keys in
-// all, and half of the columns and of the queries each.
+// gradients block_m, and a transform of scores some more. Head dims over 128 keep 64 keys in all, and half of
+// the columns and of the queries each.
 constexpr BackwardTile backward_tile(int head_dim, bool transform) {
   if (head_dim <= 64) return transform ? BackwardTile{64, 2} : BackwardTile{128, 2};  // 115, 194 KB
   return {64, 2};                                                                     // 193, 225 KB

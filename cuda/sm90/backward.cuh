@@ -42,13 +42,25 @@ using backward_params = BackwardParams;
 
 namespace jax_flash::cuda::sm90 {
 
+// The tiles in the order in which thread blocks take them: each stays for the whole launch and takes every
+// gridDim.x-th of the pairs of a head's first and last, second and last but one tile. When causal, these are
+// all equally long.
+struct BackwardSchedule {
+  int n_blocks;  // of one head
+  int pairs;     // of one head: half as many, or as many where blocks would have nothing to do
+  int num_kv_heads;
+  int num_pairs;  // of all heads
+};
+
 struct BackwardArguments {
   CUtensorMap tQ, tDout;  // boxes of kBlockM rows
   CUtensorMap tK, tV;     // boxes of kBlockN rows
   CUtensorMap tDk, tDv;   // boxes of 16 rows
   BackwardParams params;
+  BackwardSchedule schedule;
   DqFragments dq_accum;
   LogitScale logit;
+  int group;  // query heads of a key head
 };
 
 template <class Arithmetic_, int kHeadDim_, bool kTransform_, bool kWithDq_>
@@ -82,11 +94,15 @@ struct BackwardConfig {
   static constexpr int kDsBytes = kBlockM * kBlockN * 2, kDsStages = kWithDq || !kByKeys ? 2 : 0;
   static constexpr int kPStages = kByKeys ? 0 : 2;
   static constexpr int kDqWarpBytes = kWithDq ? 16 * kDqColumns * 4 : 0;
+  static constexpr int kOutBytes = 16 * kColumns * 2;  // of a warp's dk, as of its dv
+  static constexpr int kOutPitch = kWithDq ? 16 * kChunkRowBytes : kKvChunkBytes;
+  static_assert(!kWithDq ||
+                (kOutBytes <= kDqWarpBytes && 4 * kConsumers * kOutBytes <= kDsStages * kDsBytes));
   static constexpr int kV = kKvBytes, kQ = kV + kKvBytes, kDout = kQ + kStages * kQBytes;
   static constexpr int kDs = kDout + kStages * kQBytes, kP = kDs + kDsStages * kDsBytes;
   static constexpr int kDq = kP + kPStages * kDsBytes;
   static constexpr int kLse = kDq + 4 * kConsumers * kDqWarpBytes, kDelta = kLse + kStages * kBlockM * 4;
-  static constexpr int kBarriers = kDelta + kStages * kBlockM * 4, kNumBarriers = 4 * kStages + 4;
+  static constexpr int kBarriers = kDelta + kStages * kBlockM * 4, kNumBarriers = 4 * kStages + 5;
   static constexpr int kSharedBytes = kBarriers + 8 * kNumBarriers;
   static_assert(kSharedBytes <= 227 * 1024);
 };
@@ -105,6 +121,15 @@ struct BackwardShared {
   __device__ uint32_t sP(int stage) const { return base + Config::kP + stage * Config::kDsBytes; }
   // A warp's part of dq, float32, as it lies in dq_accum.
   __device__ uint32_t sDq(int warp) const { return base + Config::kDq + warp * Config::kDqWarpBytes; }
+  // A warp's rows of dk and dv on their way out, and the bytes from one chunk of columns to the next: in the
+  // place of ds and dq, so that the next keys and values can come, or of k and v.
+  __device__ uint32_t sDk(int consumer, int warp) const {
+    return Config::kWithDq ? sDs(0) + (4 * consumer + warp) * Config::kOutBytes
+                           : sK(out_row(consumer, warp)) + out_chunk(consumer);
+  }
+  __device__ uint32_t sDv(int consumer, int warp) const {
+    return Config::kWithDq ? sDq(4 * consumer + warp) : sV(out_row(consumer, warp)) + out_chunk(consumer);
+  }
   __device__ uint32_t sLse(int stage) const { return base + Config::kLse + stage * Config::kBlockM * 4; }
   __device__ uint32_t sDelta(int stage) const { return base + Config::kDelta + stage * Config::kBlockM * 4; }
 
@@ -115,47 +140,56 @@ struct BackwardShared {
   __device__ uint32_t dout_empty(int stage) const { return barrier(3 * Config::kStages + stage); }
   __device__ uint32_t k_full() const { return barrier(4 * Config::kStages); }
   __device__ uint32_t v_full() const { return barrier(4 * Config::kStages + 1); }
-  __device__ uint32_t tail(int warp) const { return barrier(4 * Config::kStages + 2 + warp); }
+  __device__ uint32_t kv_empty() const { return barrier(4 * Config::kStages + 2); }
+  __device__ uint32_t tail(int warp) const { return barrier(4 * Config::kStages + 3 + warp); }
 
  private:
   __device__ uint32_t barrier(int index) const { return base + Config::kBarriers + 8 * index; }
+  __device__ int out_row(int consumer, int warp) const {
+    return (Config::kByKeys ? 64 * consumer : 0) + 16 * warp;
+  }
+  __device__ int out_chunk(int consumer) const {
+    return Config::kByKeys ? 0 : consumer * (Config::kChunks / 2) * Config::kKvChunkBytes;
+  }
 };
 
-// ---- Which tile: the first keys first, which the most rows see when causal ----
+// ---- Which tiles ----
 
+// A block of keys of one key head, and the queries that see it.
 template <class Config>
 struct BackwardTileWork {
   int n_start, kv_head, batch;
-  int group;  // query heads of this key head
   Mask mask;
-  int m_begin, m_blocks;  // of each of them
-  int seqlen_q, seqlen_kv, num_heads, head_dim;
+  int m_begin, m_blocks;  // of each query head
 
-  // In 32 bits: a division in 64 takes a hundred instructions, and the first copy waits for it.
-  __device__ __forceinline__ BackwardTileWork(const BackwardParams& params, unsigned index)
-      : batch(index / num_tiles(params)), mask(params, batch) {
-    seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
-    num_heads = static_cast<int>(params.num_heads), head_dim = static_cast<int>(params.head_dim);
-    const unsigned in_batch = index - batch * num_tiles(params), n_blocks = num_n_blocks(params);
-    kv_head = in_batch / n_blocks;
-    n_start = (in_batch - kv_head * n_blocks) * Config::kBlockN;
-    group = num_heads / static_cast<int>(params.num_kv_heads);
+  __device__ __forceinline__ BackwardTileWork(const BackwardParams& params, int n_start, int kv_head,
+                                              int batch)
+      : n_start(n_start), kv_head(kv_head), batch(batch), mask(params, batch) {
     const int n_last = min(n_start + Config::kBlockN, mask.kv_length) - 1;
     const int last_query = n_last < n_start ? -1 : mask.last_query(n_last);
     m_begin = mask.first_query(n_start) / Config::kBlockM * Config::kBlockM;
     m_blocks = last_query < m_begin ? 0 : (last_query - m_begin) / Config::kBlockM + 1;
-  }
-
-  __device__ __forceinline__ int first_head() const { return kv_head * group; }
-
- private:
-  __device__ static unsigned num_n_blocks(const BackwardParams& params) {
-    return (static_cast<unsigned>(params.seqlen_kv) + Config::kBlockN - 1) / Config::kBlockN;
-  }
-  __device__ static unsigned num_tiles(const BackwardParams& params) {  // of one batch element
-    return num_n_blocks(params) * static_cast<unsigned>(params.num_kv_heads);
+    for (int* value : {&mask.lowest, &mask.highest, &mask.q_length, &mask.kv_length, &m_begin, &m_blocks}) {
+      *value = uniform(*value);
+    }
   }
 };
+
+template <class Config, class F>
+__device__ __forceinline__ void for_each_tile(const BackwardSchedule& schedule, const BackwardParams& params,
+                                              F f) {
+#pragma unroll 1
+  for (int index = blockIdx.x; index < schedule.num_pairs; index += gridDim.x) {
+    const unsigned all_heads = static_cast<unsigned>(index) / schedule.pairs;
+    const int first = index - all_heads * schedule.pairs, last = schedule.n_blocks - 1 - first;
+    const int batch = all_heads / schedule.num_kv_heads, kv_head = all_heads - batch * schedule.num_kv_heads;
+    const bool is_pair = schedule.pairs < schedule.n_blocks && first < last;
+#pragma unroll 1
+    for (int i = 0; i < (is_pair ? 2 : 1); ++i) {
+      f(BackwardTileWork<Config>(params, (i == 0 ? first : last) * Config::kBlockN, kv_head, batch));
+    }
+  }
+}
 
 // ---- The producer: a warp for k and q, one for v and dout, one for lse and delta ----
 
@@ -163,35 +197,41 @@ template <class Config>
 struct BackwardLoader {
   const BackwardArguments& arguments;
   BackwardShared<Config> shared;
-  BackwardTileWork<Config> work;
   RingPlace<Config::kStages> place;
+  uint32_t kv_parity = 0, tail_parity = 0;
 
   template <bool kIsQueries>
-  __device__ __forceinline__ void load_rows() {
+  __device__ __forceinline__ void load_rows(const BackwardTileWork<Config>& work) {
     constexpr int kBlockM = Config::kBlockM;
     using Loader = TileLoader<Config::kChunks>;
+    const BackwardParams& params = arguments.params;
+    ptx::barrier_wait(shared.kv_empty(), kv_parity ^ 1);
+    kv_parity ^= 1;
+    __syncwarp();
     if (work.m_blocks == 0) return;
     const uint32_t tail = shared.tail(kIsQueries ? 0 : 1);
     Loader keys{kIsQueries ? arguments.tK : arguments.tV,
                 work.batch,
                 work.mask.kv_length,
-                work.seqlen_kv,
+                static_cast<int>(params.seqlen_kv),
                 ptx::kEvictFirst,
-                tail};
+                tail,
+                tail_parity};
     keys.template load<Config::kBlockN>(kIsQueries ? shared.sK(0) : shared.sV(0),
                                         kIsQueries ? shared.k_full() : shared.v_full(), work.kv_head,
                                         work.n_start);
     Loader rows{kIsQueries ? arguments.tQ : arguments.tDout,
                 work.batch,
                 work.mask.q_length,
-                work.seqlen_q,
+                static_cast<int>(params.seqlen_q),
                 ptx::kEvictLast,
                 tail,
                 keys.tail_parity};
     const int m_end = work.m_begin + work.m_blocks * kBlockM;
     const int m_tail = rows.template has_tail<kBlockM>(m_end - kBlockM) ? m_end - kBlockM : m_end;
+    const int group = arguments.group;
 #pragma unroll 1
-    for (int head = work.first_head(); head < work.first_head() + work.group; ++head) {
+    for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
       if (ptx::elect_one()) {
         RingPlace<Config::kStages> at = place;
 #pragma unroll 1
@@ -212,16 +252,18 @@ struct BackwardLoader {
         place.advance();
       }
     }
+    tail_parity = rows.tail_parity;
   }
 
-  __device__ __forceinline__ void load_stats() {
+  __device__ __forceinline__ void load_stats(const BackwardTileWork<Config>& work) {
+    const int group = arguments.group;
 #pragma unroll 1
-    for (int head = work.first_head(); head < work.first_head() + work.group; ++head) {
+    for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
 #pragma unroll 1
       for (int i = 0; i < work.m_blocks; ++i) {
         ptx::barrier_wait(shared.q_empty(place.stage), place.parity ^ 1);
         __syncwarp();
-        load_stats(place.stage, head, work.m_begin + i * Config::kBlockM);
+        load_stats(place.stage, work.batch, head, work.m_begin + i * Config::kBlockM);
         place.advance();
       }
     }
@@ -242,12 +284,13 @@ struct BackwardLoader {
   }
 
   // Rows beyond the end get zeros, and so do their q and dout: they add nothing.
-  __device__ __forceinline__ void load_stats(int stage, int head, int m_start) {
-    const int64_t row0 = (int64_t{work.batch} * work.num_heads + head) * work.seqlen_q + m_start;
+  __device__ __forceinline__ void load_stats(int stage, int batch, int head, int m_start) {
+    const int seqlen_q = static_cast<int>(arguments.params.seqlen_q);
+    const int64_t row0 = (int64_t{batch} * arguments.params.num_heads + head) * seqlen_q + m_start;
 #pragma unroll
     for (int i = 0; i < Config::kBlockM; i += 32) {
       const int row = i + lane_id();
-      const bool valid = m_start + row < work.seqlen_q;
+      const bool valid = m_start + row < seqlen_q;
       const int64_t from = valid ? row0 + row : 0;
       ptx::copy_async<4>(shared.sLse(stage) + 4 * row, arguments.params.lse_log2 + from, valid);
       ptx::copy_async<4>(shared.sDelta(stage) + 4 * row, arguments.params.delta + from, valid);
@@ -271,32 +314,35 @@ struct BackwardConsumer {
 
   const BackwardArguments& arguments;
   BackwardShared<Config> shared;
-  BackwardTileWork<Config> work;
   int consumer;
   int warp = uniform(threadIdx.x / 32 % 4);  // of the consumer
   RingPlace<Config::kStages> place;
   int ds_stage = 0;
+  uint32_t kv_parity = 0;
+  bool is_first = false;  // is this the first block after a tile was written out?
   Sum dk, dv;
 
   __device__ __forceinline__ BackwardConsumer(const BackwardArguments& arguments,
-                                              BackwardShared<Config> shared,
-                                              const BackwardTileWork<Config>& work, int consumer)
-      : arguments(arguments), shared(shared), work(work), consumer(consumer) {}
+                                              BackwardShared<Config> shared, int consumer)
+      : arguments(arguments), shared(shared), consumer(consumer) {}
 
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ void run(const BackwardTileWork<Config>& work) {
     clear(dk);
     clear(dv);
     if (work.m_blocks > 0) {
-      ptx::barrier_wait(shared.k_full(), 0);
-      ptx::barrier_wait(shared.v_full(), 0);
+      ptx::barrier_wait(shared.k_full(), kv_parity);
+      ptx::barrier_wait(shared.v_full(), kv_parity);
+      kv_parity ^= 1;
     }
+    const int group = arguments.group, m_end = work.m_begin + work.m_blocks * kBlockM;
 #pragma unroll 1
-    for (int head = work.first_head(); head < work.first_head() + work.group; ++head) {
-      const int m_end = work.m_begin + work.m_blocks * kBlockM;
+    for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
 #pragma unroll 1
-      for (int m_start = work.m_begin; m_start < m_end; m_start += kBlockM) block(head, m_start);
+      for (int m_start = work.m_begin; m_start < m_end; m_start += kBlockM) block(work, head, m_start);
     }
-    write_out();
+    if (Config::kWithDq) release(shared.kv_empty());
+    write_out(work);
+    is_first = true;
   }
 
  private:
@@ -313,7 +359,7 @@ struct BackwardConsumer {
 
   // ---- One block of queries ----
 
-  __device__ __forceinline__ void block(int head, int m_start) {
+  __device__ __forceinline__ void block(const BackwardTileWork<Config>& work, int head, int m_start) {
     const int stage = uniform(place.stage);
     const uint32_t sQ = shared.sQ(stage), sDout = shared.sDout(stage);
     Scores scores, ds;
@@ -324,27 +370,57 @@ struct BackwardConsumer {
 
     // ---- p = exp(q k^T - lse) ----
     const bool is_whole = work.mask.covers(m_start + query_row(), kQueries, work.n_start + key_row(), 64);
-    Operand p, ds_operand;
     ptx::wgmma_wait<1>();
     ptx::keep_in_place(scores[0]);
-    recompute_probabilities(scores, p, m_start, is_whole, stage);
+    if constexpr (Config::kTransform) {
+      transform_scores(scores, arguments.logit);
+    } else {
+#pragma unroll
+      for (int nt = 0; nt < kQueries / 8; ++nt) exponentiate(scores[0][nt], nt, stage);
+      if (!is_whole) {
+#pragma unroll
+        for (int nt = 0; nt < kQueries / 8; ++nt) hide(work, scores[0][nt], nt, m_start);
+      }
+    }
 
-    // ---- ds = p * (dout v^T - delta) ----
+    // ---- ds = p * (dout v^T - delta), and * (1 - tanh^2) with a soft cap ----
+    Operand p, ds_operand;
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(ds[0]);
 #pragma unroll
     for (int nt = 0; nt < kQueries / 8; ++nt) {
+      float (&tile)[4] = scores[0][nt];
+      float slope[4];
+      if constexpr (Config::kTransform) {  // only now: a register for each slope is more than there are
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          slope[i] = arguments.logit.transform == LogitScale::kSoftCap ? 1 - tile[i] * tile[i] : 1;
+        }
+        exponentiate(tile, nt, stage);
+        if (!is_whole) hide(work, tile, nt, m_start);
+      }
+      make_operand(tile, nt, p);
       float delta[2];
       ptx::load_shared_x2(delta, shared.sDelta(stage) + 4 * (query_row() + accumulator_column(nt, 0)));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) ds[0][nt][i] = scores[0][nt][i] * (ds[0][nt][i] - delta[i % 2]);
+      for (int i = 0; i < 4; ++i) {
+        float& x = ds[0][nt][i];
+        x = tile[i] * (x - delta[i % 2]);
+        if constexpr (Config::kTransform) x *= slope[i];
+      }
+      make_operand(ds[0][nt], nt, ds_operand);
     }
-    if constexpr (!Config::kTransform) make_operand(scores, p);
-    make_operand(ds, ds_operand);
 
     // ---- dv += p^T dout, dq += ds k, dk += ds^T q ----
     if constexpr (kByKeys) {
-      if constexpr (Config::kWithDq) store_ds(ds_operand);
+      if constexpr (Config::kWithDq) {
+        if (is_first) {  // dk of the tile before has left the place of ds
+          if (ptx::elect_one()) ptx::tensor_store_wait_read();
+          ptx::named_barrier_wait(2, 256);
+          is_first = false;
+        }
+        store_ds(ds_operand);
+      }
       issue_sums(dv, p, sDout);
       if constexpr (Config::kWithDq) exchange();
     } else {
@@ -362,7 +438,7 @@ struct BackwardConsumer {
       issue_dk(ds_operand, sQ);
       ptx::wgmma_wait<1>();
       ptx::keep_in_place(dq[0]);
-      add_dq(dq, head, m_start);
+      add_dq(dq, work.batch, head, m_start);
     } else {
       issue_dk(ds_operand, sQ);
       ptx::wgmma_wait<1>();
@@ -433,65 +509,38 @@ struct BackwardConsumer {
     ptx::wgmma_commit();
   }
 
-  // This lane's element h, c of each tile belongs to key accumulator_row(0, h), query accumulator_column(nt,
-  // c).
-  __device__ __forceinline__ void hide(Scores& scores, int m_start) {
-    const Mask& mask = work.mask;
-    for_each_accumulator(scores, [&](int, int h, int nt, int c) {
+  // Of the 8 queries of tile `nt` of a lane's scores, those that do not see the lane's two keys.
+  __device__ __forceinline__ void hide(const BackwardTileWork<Config>& work, float (&tile)[4], int nt,
+                                       int m_start) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const Mask& mask = work.mask;
       const int key = work.n_start + warp_row() + accumulator_row(0, h);
       const int first = mask.first_query(key), last = key < mask.kv_length ? mask.last_query(key) : -1;
       // Less this lane's first column, so that each element compares with a constant.
-      const int column0 = m_start + query_row() + accumulator_column(0, 0), column = 8 * nt + c;
-      if (column < first - column0 || column > last - column0) scores[0][nt][2 * h + c] = 0;
-    });
-  }
-
-  // From scores to p, and what d p / d score needs of it: p itself but for the soft cap p (1 - tanh^2).
-  __device__ __forceinline__ void recompute_probabilities(Scores& scores, Operand& p, int m_start,
-                                                          bool is_whole, int stage) {
-    const LogitScale& logit = arguments.logit;
-    float slope[1][Config::kTransform ? kQueries / 8 : 1][4];
-    if constexpr (Config::kTransform) {
-      transform_scores(scores, logit);
-      for_each_accumulator(scores, [&](int, int h, int nt, int c) {
-        const float capped = scores[0][nt][2 * h + c];
-        slope[0][nt][2 * h + c] = logit.transform == LogitScale::kSoftCap ? 1 - capped * capped : 1;
-      });
-    }
+      const int column0 = m_start + query_row() + accumulator_column(0, 0);
 #pragma unroll
-    for (int nt = 0; nt < kQueries / 8; ++nt) {
-      float lse_log2[2];
-      ptx::load_shared_x2(lse_log2, shared.sLse(stage) + 4 * (query_row() + accumulator_column(nt, 0)));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& x = scores[0][nt][i];
-        x = ptx::exp2_approx(fmaf(x, logit.scale_log2, -lse_log2[i % 2]));
+      for (int c = 0; c < 2; ++c) {
+        if (8 * nt + c < first - column0 || 8 * nt + c > last - column0) tile[2 * h + c] = 0;
       }
     }
-    if (!is_whole) hide(scores, m_start);
-    if constexpr (Config::kTransform) {
-      make_operand(scores, p);
-      for_each_accumulator(
-          scores, [&](int, int h, int nt, int c) { scores[0][nt][2 * h + c] *= slope[0][nt][2 * h + c]; });
+  }
+
+  // From 8 queries' logits to p.
+  __device__ __forceinline__ void exponentiate(float (&tile)[4], int nt, int stage) {
+    float lse_log2[2];
+    ptx::load_shared_x2(lse_log2, shared.sLse(stage) + 4 * (query_row() + accumulator_column(nt, 0)));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      tile[i] = ptx::exp2_approx(fmaf(tile[i], arguments.logit.scale_log2, -lse_log2[i % 2]));
     }
   }
 
   // In a product's accumulators a lane holds what it needs of it as the first operand of the next one.
-  __device__ __forceinline__ void make_operand(const Scores& scores, Operand& operand) {
+  __device__ __forceinline__ void make_operand(const float (&tile)[4], int nt, Operand& operand) {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float (&tile)[4] = scores[0][2 * step + i / 2];
-        operand[step][i] = pack<Arithmetic>(tile[i % 2 * 2], tile[i % 2 * 2 + 1]);
-      }
-    }
-  }
-
-  // ---- dq ----
-
-  __device__ __forceinline__ int dq_column() const {
-    return Config::kDqByRows ? 0 : consumer * Config::kDqColumns;
+    for (int h = 0; h < 2; ++h)
+      operand[nt / 2][nt % 2 * 2 + h] = pack<Arithmetic>(tile[2 * h], tile[2 * h + 1]);
   }
 
   // p^T or ds^T of this warp's 16 keys.
@@ -502,6 +551,12 @@ struct BackwardConsumer {
       const int piece = query_row() / 8 + 2 * step + lane_id() / 16;
       ptx::store_matrix_x4(rows + swizzled(lane_id() % 16, piece), operand[step]);
     }
+  }
+
+  // ---- dq ----
+
+  __device__ __forceinline__ int dq_column() const {
+    return Config::kDqByRows ? 0 : consumer * Config::kDqColumns;
   }
 
   // ds^T of this warp's 16 keys to ds.
@@ -531,9 +586,9 @@ struct BackwardConsumer {
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ void add_dq(const Dq& dq, int head, int m_start) {
+  __device__ __forceinline__ void add_dq(const Dq& dq, int batch, int head, int m_start) {
     const int row = m_start + 16 * warp + (Config::kDqByRows ? 64 * consumer : 0);
-    const int tiles = min(Config::kDqColumns, work.head_dim - dq_column()) / 8;
+    const int tiles = min(Config::kDqColumns, static_cast<int>(arguments.params.head_dim) - dq_column()) / 8;
     const uint32_t sDq = shared.sDq(4 * consumer + warp);
     if (ptx::elect_one()) ptx::tensor_store_wait_read();  // what was added before has left the buffer
     __syncwarp();
@@ -543,8 +598,8 @@ struct BackwardConsumer {
     }
     ptx::async_proxy_fence();
     __syncwarp();
-    if (row < work.seqlen_q && tiles > 0 && ptx::elect_one()) {
-      ptx::bulk_reduce_add(arguments.dq_accum.tile(work.batch, head, row, dq_column()), sDq,
+    if (row < static_cast<int>(arguments.params.seqlen_q) && tiles > 0 && ptx::elect_one()) {
+      ptx::bulk_reduce_add(arguments.dq_accum.tile(batch, head, row, dq_column()), sDq,
                            tiles * DqFragments::kTileBytes);
       ptx::tensor_store_commit();
     }
@@ -552,8 +607,8 @@ struct BackwardConsumer {
 
   // ---- Write dk and dv, to where k and v were; keys beyond the length get zeros ----
 
-  __device__ __forceinline__ void write_out() {
-    ptx::named_barrier_wait(1, 256);  // dq needs all of k
+  __device__ __forceinline__ void write_out(const BackwardTileWork<Config>& work) {
+    ptx::named_barrier_wait(1, 256);  // dq needs all of k and ds
     const BackwardParams& params = arguments.params;
     const int row0 = work.n_start + warp_row();
     for_each_accumulator(dk, [&](int, int h, int nt, int c) {
@@ -561,16 +616,17 @@ struct BackwardConsumer {
         dk[0][nt][2 * h + c] = dv[0][nt][2 * h + c] = 0;
     });
     const int chunk0 = kByKeys ? 0 : consumer * (Config::kChunks / 2);
-    const uint32_t sDk = shared.sK(warp_row()) + chunk0 * Config::kKvChunkBytes;
-    const uint32_t sDv = shared.sV(warp_row()) + chunk0 * Config::kKvChunkBytes;
-    store_rows<Arithmetic>(dk, {arguments.logit.scale, arguments.logit.scale}, sDk, Config::kKvChunkBytes);
-    store_rows<Arithmetic>(dv, {1, 1}, sDv, Config::kKvChunkBytes);
+    const uint32_t sDk = shared.sDk(consumer, warp), sDv = shared.sDv(consumer, warp);
+    if (Config::kWithDq && ptx::elect_one()) ptx::tensor_store_wait_read();  // dq has left its buffer
+    __syncwarp();
+    store_rows<Arithmetic>(dk, {arguments.logit.scale, arguments.logit.scale}, sDk, Config::kOutPitch);
+    store_rows<Arithmetic>(dv, {1, 1}, sDv, Config::kOutPitch);
     ptx::async_proxy_fence();
     __syncwarp();
-    if (row0 < work.seqlen_kv && ptx::elect_one()) {
+    if (row0 < static_cast<int>(params.seqlen_kv) && ptx::elect_one()) {
 #pragma unroll
       for (int chunk = 0; chunk < Config::kColumns / kChunkColumns; ++chunk) {
-        const int column = (chunk0 + chunk) * kChunkColumns, offset = chunk * Config::kKvChunkBytes;
+        const int column = (chunk0 + chunk) * kChunkColumns, offset = chunk * Config::kOutPitch;
         if (column < params.head_dim) {
           ptx::tensor_store(arguments.tDk, sDk + offset, column, work.kv_head, row0, work.batch);
         }
@@ -580,7 +636,10 @@ struct BackwardConsumer {
       }
       ptx::tensor_store_commit();
     }
-    if (ptx::elect_one()) ptx::tensor_store_wait_read();
+    if (!Config::kWithDq && ptx::elect_one()) {
+      ptx::tensor_store_wait_read();
+      ptx::barrier_arrive(shared.kv_empty());
+    }
   }
 };
 
@@ -599,28 +658,31 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
     ptx::barrier_init(shared.k_full(), 1);
     ptx::barrier_init(shared.v_full(), 1);
+    ptx::barrier_init(shared.kv_empty(), (Config::kWithDq ? 1 : 4) * Config::kConsumers);
     ptx::barrier_init(shared.tail(0), 1);
     ptx::barrier_init(shared.tail(1), 1);
     ptx::barrier_init_fence();
   }
-  const BackwardTileWork<Config> work(arguments.params, blockIdx.x);
   __syncthreads();
 
+  auto for_each = [&](auto f) { for_each_tile<Config>(arguments.schedule, arguments.params, f); };
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
     ptx::release_registers<Config::kProducerRegisters>();
     const int warp = uniform(threadIdx.x / 32);
-    BackwardLoader<Config> loader{arguments, shared, work};
+    BackwardLoader<Config> loader{arguments, shared};
     if (warp == 0) {
-      loader.template load_rows</*kIsQueries=*/true>();
+      for_each([&](const auto& work) { loader.template load_rows</*kIsQueries=*/true>(work); });
     } else if (warp == 1) {
-      loader.template load_rows</*kIsQueries=*/false>();
+      for_each([&](const auto& work) { loader.template load_rows</*kIsQueries=*/false>(work); });
     } else if (warp == 2) {
-      loader.load_stats();
+      for_each([&](const auto& work) { loader.load_stats(work); });
     }
   } else {
     ptx::acquire_registers<Config::kConsumerRegisters>();
-    BackwardConsumer<Config>(arguments, shared, work, warpgroup - 1).run();
+    BackwardConsumer<Config> consumer(arguments, shared, warpgroup - 1);
+    for_each([&](const auto& work) { consumer.run(work); });
+    if (ptx::elect_one()) ptx::tensor_store_wait_read();
   }
 }
 
@@ -640,8 +702,14 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchContext& c
         make_tensor_map<Element>(params.dv, B, S, K, Hv, 16, &arguments.tDv)}) {
     if (error != cudaSuccess) return error;
   }
-  return launch(backward_kernel<Config>, ceil_div(S, Config::kBlockN) * K * B, Config::kThreads,
-                Config::kSharedBytes, context, arguments);
+  const int64_t n_blocks = ceil_div(S, Config::kBlockN), tiles = n_blocks * K * B;
+  if (tiles > std::numeric_limits<int32_t>::max() - context.multiprocessors) return kNotServed;
+  const int64_t pairs = tiles >= 4 * context.multiprocessors ? ceil_div(n_blocks, 2) : n_blocks;
+  arguments.schedule = {static_cast<int>(n_blocks), static_cast<int>(pairs), static_cast<int>(K),
+                        static_cast<int>(pairs * K * B)};
+  arguments.group = static_cast<int>(N / K);
+  const int blocks = std::min(arguments.schedule.num_pairs, context.multiprocessors);
+  return launch(backward_kernel<Config>, blocks, Config::kThreads, Config::kSharedBytes, context, arguments);
 }
 
 // Of backward_dq.cuh, compiled in units of its own.

@@ -46,7 +46,8 @@ template <class Element>
 __global__ void __launch_bounds__(256)
     convert_fragments_kernel(const DqFragments accum, Element* dq, int batch, int seqlen_q, float scale) {
   const int groups = (accum.column_tiles + 3) / 4;
-  const int64_t index = int64_t{blockIdx.x} * 8 + threadIdx.x / 32;
+  // The last ones first: they have just been summed and are in L2.
+  const int64_t index = int64_t{gridDim.x - 1 - blockIdx.x} * 8 + threadIdx.x / 32;
   const int group = static_cast<int>(index % groups),
             row_tile = static_cast<int>(index / groups % accum.row_tiles);
   const int64_t batch_and_head = index / groups / accum.row_tiles;
