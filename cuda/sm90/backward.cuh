@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "accumulator.cuh"
 #include "arithmetic.h"
@@ -42,14 +43,35 @@ using backward_params = BackwardParams;
 
 namespace jax_flash::cuda::sm90 {
 
-// The tiles in the order in which thread blocks take them: each stays for the whole launch and takes every
-// gridDim.x-th of the pairs of a head's first and last, second and last but one tile. When causal, these are
-// all equally long.
+// The tiles in the order in which thread blocks take them: each takes every gridDim.x-th item, which is a
+// tile, or the first and the last, the second and the last but one tile of a head: when causal, such pairs
+// are all equally long. Where items are equal, blocks stay on their multiprocessors, and an item's rows load
+// while the one before ends; where they are not, there are as many blocks as items, and the hardware starts
+// one where one ends.
 struct BackwardSchedule {
   int n_blocks;  // of one head
-  int pairs;     // of one head: half as many, or as many where blocks would have nothing to do
+  int items;     // of one head: n_blocks, or half as many
   int num_kv_heads;
-  int num_pairs;  // of all heads
+  int num_items;   // of all heads
+  int num_blocks;  // the grid
+
+  BackwardSchedule(const BackwardParams& params, int block_n, int multiprocessors)
+      : n_blocks(static_cast<int>(ceil_div(params.seqlen_kv, block_n))),
+        num_kv_heads(static_cast<int>(params.num_kv_heads)) {
+    const Options& options = params.options;
+    const bool is_dense =
+        !params.query_seq_lengths && !params.key_value_seq_lengths && options.window_left < 0;
+    const bool is_full = is_dense && !options.is_causal && options.window_right < 0;
+    const bool is_triangle =
+        is_dense && options.is_causal && !params.query_offset && params.seqlen_q == params.seqlen_kv;
+    const int64_t heads = params.batch * num_kv_heads, pairs = (n_blocks + 1) / 2;
+    // A pair is long: its last round must not leave many multiprocessors idle.
+    const int64_t rounds = ceil_div(pairs * heads, multiprocessors);
+    const bool by_pairs = is_triangle && pairs * heads * 100 >= rounds * multiprocessors * 85;
+    items = by_pairs ? static_cast<int>(pairs) : n_blocks;
+    num_items = static_cast<int>(items * heads);
+    num_blocks = by_pairs || is_full ? std::min(num_items, multiprocessors) : num_items;
+  }
 };
 
 struct BackwardArguments {
@@ -179,11 +201,11 @@ template <class Config, class F>
 __device__ __forceinline__ void for_each_tile(const BackwardSchedule& schedule, const BackwardParams& params,
                                               F f) {
 #pragma unroll 1
-  for (int index = blockIdx.x; index < schedule.num_pairs; index += gridDim.x) {
-    const unsigned all_heads = static_cast<unsigned>(index) / schedule.pairs;
-    const int first = index - all_heads * schedule.pairs, last = schedule.n_blocks - 1 - first;
+  for (int index = blockIdx.x; index < schedule.num_items; index += gridDim.x) {
+    const unsigned all_heads = static_cast<unsigned>(index) / schedule.items;
+    const int first = index - all_heads * schedule.items, last = schedule.n_blocks - 1 - first;
     const int batch = all_heads / schedule.num_kv_heads, kv_head = all_heads - batch * schedule.num_kv_heads;
-    const bool is_pair = schedule.pairs < schedule.n_blocks && first < last;
+    const bool is_pair = schedule.items < schedule.n_blocks && first < last;
 #pragma unroll 1
     for (int i = 0; i < (is_pair ? 2 : 1); ++i) {
       f(BackwardTileWork<Config>(params, (i == 0 ? first : last) * Config::kBlockN, kv_head, batch));
@@ -447,7 +469,9 @@ struct BackwardConsumer {
     }
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(dk[0]);
-    release(shared.q_empty(stage));
+    // Lse and delta were read by ordinary loads, so each warp speaks for itself.
+    __syncwarp();
+    if (lane_id() == 0) ptx::barrier_arrive(shared.q_empty(stage));
     place.advance();
     ds_stage ^= 1;
   }
@@ -652,7 +676,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Config::kStages; ++stage) {
       ptx::barrier_init(shared.q_full(stage), 1 + 32);
-      ptx::barrier_init(shared.q_empty(stage), Config::kConsumers);
+      ptx::barrier_init(shared.q_empty(stage), 4 * Config::kConsumers);
       ptx::barrier_init(shared.dout_full(stage), 1);
       ptx::barrier_init(shared.dout_empty(stage), Config::kConsumers);
     }
@@ -689,8 +713,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 template <class Config>
 cudaError_t launch_backward(const BackwardParams& params, const LaunchContext& context) {
   using Element = typename Config::Element;
-  BackwardArguments arguments{
-      .params = params, .dq_accum = DqFragments(params), .logit = LogitScale(params.options)};
+  const int64_t tiles = ceil_div(params.seqlen_kv, Config::kBlockN) * params.num_kv_heads * params.batch;
+  if (tiles > std::numeric_limits<int32_t>::max() - context.multiprocessors) return kNotServed;
+  BackwardArguments arguments{.params = params,
+                              .schedule{params, Config::kBlockN, context.multiprocessors},
+                              .dq_accum = DqFragments(params),
+                              .logit = LogitScale(params.options),
+                              .group = static_cast<int>(params.num_heads / params.num_kv_heads)};
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
   for (cudaError_t error :
@@ -702,14 +731,8 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchContext& c
         make_tensor_map<Element>(params.dv, B, S, K, Hv, 16, &arguments.tDv)}) {
     if (error != cudaSuccess) return error;
   }
-  const int64_t n_blocks = ceil_div(S, Config::kBlockN), tiles = n_blocks * K * B;
-  if (tiles > std::numeric_limits<int32_t>::max() - context.multiprocessors) return kNotServed;
-  const int64_t pairs = tiles >= 4 * context.multiprocessors ? ceil_div(n_blocks, 2) : n_blocks;
-  arguments.schedule = {static_cast<int>(n_blocks), static_cast<int>(pairs), static_cast<int>(K),
-                        static_cast<int>(pairs * K * B)};
-  arguments.group = static_cast<int>(N / K);
-  const int blocks = std::min(arguments.schedule.num_pairs, context.multiprocessors);
-  return launch(backward_kernel<Config>, blocks, Config::kThreads, Config::kSharedBytes, context, arguments);
+  return launch(backward_kernel<Config>, arguments.schedule.num_blocks, Config::kThreads,
+                Config::kSharedBytes, context, arguments);
 }
 
 // Of backward_dq.cuh, compiled in units of its own.
