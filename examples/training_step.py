@@ -1,6 +1,6 @@
 """Times one training step of a decoder-only transformer with three implementations of its attention.
 
-    python examples/training_step.py                      # 354 million parameters, on a GPU
+    python examples/training_step.py                      # 362 million parameters, on a GPU
     python examples/training_step.py --depth 2 --width 256 --seq-len 512 --batch 1 --attention jax_flash xla
 
 The model is a GPT in bfloat16 with grouped heads of 128; forward, backward and the update by AdamW are one program.

@@ -2,6 +2,7 @@
 
 import importlib.util
 import pathlib
+import re
 
 import jax
 import numpy as np
@@ -13,12 +14,16 @@ SMALL = dict(
 )
 
 
-@pytest.fixture(scope="module")
-def train_transformer():
-    spec = importlib.util.spec_from_file_location("train_transformer", EXAMPLES / "train_transformer.py")
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def train_transformer():
+    return load("train_transformer")
 
 
 def test_transformer_learns_the_same_with_each_attention(train_transformer, platform):
@@ -37,3 +42,14 @@ def test_transformer_from_the_command_line(train_transformer, monkeypatch, capsy
     assert printed.startswith("jax_flash on ")
     assert "step     3  loss " in printed
     assert "tokens/s" in printed
+
+
+def test_training_step_from_the_command_line(monkeypatch, capsys):
+    """Both attentions give the first step the same loss; cuDNN's is refused without a GPU, in one line."""
+    argv = "training_step.py --depth 1 --width 256 --num-kv-heads 1 --seq-len 32 --batch 1 --steps 1"
+    monkeypatch.setattr("sys.argv", argv.split())
+    load("training_step").main()
+    lines = {line.split(":")[0].strip(): line for line in capsys.readouterr().out.splitlines()}
+    losses = [float(re.search(r"loss ([0-9.]+)", lines[name])[1]) for name in ("jax_flash", "xla")]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-3)
+    assert "cudnn" in lines
