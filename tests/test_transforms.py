@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 import types
 
 import harness
@@ -469,6 +470,18 @@ def test_lowering_for_cuda_refuses_what_it_cannot_do():
         lower_for_cuda(attention, 257)
     with harness.x64("float64"), pytest.raises(NotImplementedError, match=r'float64.*implementation="xla"'):
         lower_for_cuda(attention, 8, jnp.float64)
+
+
+@BUILT_FOR_CUDA
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_workspace_of_gradients(deterministic):
+    """In 16 bits: two floats a row, and one float32 copy of dq, its length rounded up to 16, or none."""
+    gradient = jax.grad(lambda *x: attention(*x, deterministic=deterministic).sum())
+    x = jnp.zeros((2, 100, 4, 64), jnp.bfloat16)
+    text = jax.jit(gradient).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = re.findall(r"custom_call @jax_flash_backward\(.*-> \((.*)\)", text)
+    dq = [] if deterministic else ["2x112x4x64xf32"]
+    assert re.findall(r"tensor<([^>]*f32)>", call) == ["2x4x100xf32", "2x4x100xf32", *dq]
 
 
 @BUILT_FOR_CUDA

@@ -8,8 +8,10 @@
 // Scores are formed transposed, 64 keys in each of two warpgroups, so that p^T and ds^T are operands as they
 // lie in registers. Only dq needs ds of both: it goes through shared memory. Head dims beyond 128 leave no
 // registers for that many keys: there both warpgroups share 64 keys, form the scores of half of the queries
-// each, and own half of the columns of dk, dv and dq, so that p, too, goes through shared memory. dq, which
-// other blocks share, is added to dq_accum; when deterministic that product is left to backward_dq.
+// each, and own half of the columns of dk and dv, so that p^T and ds^T go through shared memory.
+//
+// dq, which other blocks share, is added to dq_accum by the copy engine, or left to backward_dq: when
+// deterministic, and where that is faster.
 #pragma once
 
 #include <cuda.h>
@@ -143,8 +145,8 @@ struct BackwardShared {
   __device__ uint32_t sP(int stage) const { return base + Config::kP + stage * Config::kDsBytes; }
   // A warp's part of dq, float32, as it lies in dq_accum.
   __device__ uint32_t sDq(int warp) const { return base + Config::kDq + warp * Config::kDqWarpBytes; }
-  // A warp's rows of dk and dv on their way out, and the bytes from one chunk of columns to the next: in the
-  // place of ds and dq, so that the next keys and values can come, or of k and v.
+  // A warp's rows of dk and dv on their way out, in chunks of columns kOutPitch bytes apart: in the place of
+  // ds and dq, so that the next keys and values can come, or of k and v where there is no dq.
   __device__ uint32_t sDk(int consumer, int warp) const {
     return Config::kWithDq ? sDs(0) + (4 * consumer + warp) * Config::kOutBytes
                            : sK(out_row(consumer, warp)) + out_chunk(consumer);
@@ -629,7 +631,7 @@ struct BackwardConsumer {
     }
   }
 
-  // ---- Write dk and dv, to where k and v were; keys beyond the length get zeros ----
+  // ---- Write dk and dv; keys beyond the length get zeros ----
 
   __device__ __forceinline__ void write_out(const BackwardTileWork<Config>& work) {
     ptx::named_barrier_wait(1, 256);  // dq needs all of k and ds
