@@ -107,25 +107,16 @@ struct Wgmma;
 #define JAX_FLASH_WGMMA(arithmetic, type, n, i0, i1, i2, i3, i4)                                            \
   template <>                                                                                               \
   struct Wgmma<arithmetic, n> {                                                                             \
-    /* a [64, 16] and b [n, 16] in shared memory, rows along the summed index. */                           \
+    /* a [64, 16] in shared memory, and b: [n, 16], or [16, n] where its rows lie along n. */               \
+    template <bool kBAlongN>                                                                                \
     static __device__ __forceinline__ void shared(float (&d)[n / 8][4], uint64_t a, uint64_t b,             \
                                                   bool accumulate) {                                        \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" i2                                                  \
                    ", 0;\n"                                                                                 \
                    "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" JAX_FLASH_TEXT_N##n \
-                   "}, %" i0 ", %" i1 ", p, 1, 1, 0, 0;\n}"                                                 \
+                   "}, %" i0 ", %" i1 ", p, 1, 1, 0, %" i3 ";\n}"                                           \
                    : JAX_FLASH_D_N##n                                                                       \
-                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                    \
-    }                                                                                                       \
-    /* The same, but b [16, n] has its rows along n. */                                                     \
-    static __device__ __forceinline__ void shared_mn(float (&d)[n / 8][4], uint64_t a, uint64_t b,          \
-                                                     bool accumulate) {                                     \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" i2                                                  \
-                   ", 0;\n"                                                                                 \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" JAX_FLASH_TEXT_N##n \
-                   "}, %" i0 ", %" i1 ", p, 1, 1, 0, 1;\n}"                                                 \
-                   : JAX_FLASH_D_N##n                                                                       \
-                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                    \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(int{kBAlongN}));                \
     }                                                                                                       \
     /* a in registers, laid out as d is, two columns packed in one; b [16, n] in shared memory, rows along  \
      * n.                                                                                                   \

@@ -33,6 +33,7 @@
 #include "ptx/wgmma.h"
 #include "sm90/dq_fragments.cuh"
 #include "sm90/output.cuh"
+#include "sm90/product.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/tensor_map.h"
 #include "sm90/tile_loader.cuh"
@@ -376,11 +377,6 @@ struct BackwardConsumer {
   __device__ __forceinline__ int warp_row() const { return key_row() + 16 * warp; }
   __device__ __forceinline__ int query_row() const { return kByKeys ? 0 : kQueries * consumer; }
 
-  // Products end for the warpgroup as a whole, so one thread can speak for it.
-  __device__ __forceinline__ void release(uint32_t barrier) {
-    if (threadIdx.x % 128 == 0) ptx::barrier_arrive(barrier);
-  }
-
   // ---- One block of queries ----
 
   __device__ __forceinline__ void block(const BackwardTileWork<Config>& work, int head, int m_start) {
@@ -423,7 +419,7 @@ struct BackwardConsumer {
         exponentiate(tile, nt, stage);
         if (!is_whole) hide(work, tile, nt, m_start);
       }
-      make_operand(tile, nt, p);
+      make_operand<Arithmetic>(tile, nt, p);
       float delta[2];
       ptx::load_shared_x2(delta, shared.sDelta(stage) + 4 * (query_row() + accumulator_column(nt, 0)));
 #pragma unroll
@@ -432,7 +428,7 @@ struct BackwardConsumer {
         x = tile[i] * (x - delta[i % 2]);
         if constexpr (Config::kTransform) x *= slope[i];
       }
-      make_operand(ds[0][nt], nt, ds_operand);
+      make_operand<Arithmetic>(ds[0][nt], nt, ds_operand);
     }
 
     // ---- dv += p^T dout, dq += ds k, dk += ds^T q ----
@@ -445,13 +441,13 @@ struct BackwardConsumer {
         }
         store_ds(ds_operand);
       }
-      issue_sums(dv, p, sDout);
+      issue_gradient(dv, p, shared.sP(ds_stage), sDout);
       if constexpr (Config::kWithDq) exchange();
     } else {
       store_transposed(p, shared.sP(ds_stage));
       store_transposed(ds_operand, shared.sDs(ds_stage));
       exchange();
-      issue_sums(dv, shared.sP(ds_stage), sDout);
+      issue_gradient(dv, p, shared.sP(ds_stage), sDout);
     }
     if constexpr (Config::kWithDq) {
       Dq dq;
@@ -459,12 +455,12 @@ struct BackwardConsumer {
       ptx::wgmma_wait<1>();
       ptx::keep_in_place(dv[0]);
       release(shared.dout_empty(stage));
-      issue_dk(ds_operand, sQ);
+      issue_gradient(dk, ds_operand, shared.sDs(ds_stage), sQ);
       ptx::wgmma_wait<1>();
       ptx::keep_in_place(dq[0]);
       add_dq(dq, work.batch, head, m_start);
     } else {
-      issue_dk(ds_operand, sQ);
+      issue_gradient(dk, ds_operand, shared.sDs(ds_stage), sQ);
       ptx::wgmma_wait<1>();
       ptx::keep_in_place(dv[0]);
       release(shared.dout_empty(stage));
@@ -486,53 +482,20 @@ struct BackwardConsumer {
 
   // scores [64, kQueries] = a [64, kHeadDim] b^T, b [kQueries, kHeadDim].
   __device__ __forceinline__ void issue_scores(Scores& scores, uint32_t a_tile, uint32_t b_tile) {
-    const uint64_t a = ptx::matrix_descriptor(a_tile, 0), b = ptx::matrix_descriptor(b_tile, 0);
-    ptx::keep_in_place(scores[0]);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kHeadDim / 16; ++step) {
-      const int chunk = step / 4, bytes = step % 4 * 32;
-      ptx::Wgmma<Arithmetic, kQueries>::shared(scores[0], a + (chunk * Config::kKvChunkBytes + bytes) / 16,
-                                               b + (chunk * Config::kQChunkBytes + bytes) / 16, step > 0);
-    }
-    ptx::wgmma_commit();
+    sm90::issue_scores<Arithmetic, kHeadDim>(scores, a_tile, Config::kKvChunkBytes, b_tile,
+                                             Config::kQChunkBytes);
   }
 
-  __device__ __forceinline__ void issue_dk(Operand& ds, uint32_t sQ) {
+  // sum [64, kColumns] += p^T or ds^T [64, kBlockM] times this consumer's columns of rows [kBlockM,
+  // kHeadDim].
+  __device__ __forceinline__ void issue_gradient(Sum& sum, Operand& operand, uint32_t tile, uint32_t rows) {
     if constexpr (kByKeys) {
-      issue_sums(dk, ds, sQ);
+      issue_sum<Arithmetic>(sum, operand, rows, Config::kQChunkBytes);
     } else {
-      issue_sums(dk, shared.sDs(ds_stage), sQ);
+      const uint32_t columns = uniform(rows + consumer * (Config::kChunks / 2) * Config::kQChunkBytes);
+      issue_sum<Arithmetic, kBlockM, /*kAccumulate=*/true>(sum, tile, Config::kQChunkBytes, columns,
+                                                           Config::kQChunkBytes);
     }
-  }
-
-  // sum [64, kColumns] += a [64, kBlockM] b, b this consumer's columns of a [kBlockM, kHeadDim].
-  __device__ __forceinline__ void issue_sums(Sum& sum, uint32_t a_tile, uint32_t b_tile) {
-    const uint32_t columns = uniform(b_tile + consumer * (Config::kChunks / 2) * Config::kQChunkBytes);
-    const uint64_t a = ptx::matrix_descriptor(a_tile, 0),
-                   b = ptx::matrix_descriptor(columns, Config::kQChunkBytes);
-    ptx::keep_in_place(sum[0]);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kBlockM / 16; ++step) {
-      ptx::Wgmma<Arithmetic, Config::kColumns>::shared_mn(sum[0], a + step * 32 / 16,
-                                                          b + step * 16 * kChunkRowBytes / 16, true);
-    }
-    ptx::wgmma_commit();
-  }
-
-  // The same, where a is in registers and all columns are this consumer's.
-  __device__ __forceinline__ void issue_sums(Sum& sum, Operand& a, uint32_t b_tile) {
-    const uint64_t b = ptx::matrix_descriptor(b_tile, Config::kQChunkBytes);
-    ptx::keep_in_place(a);
-    ptx::keep_in_place(sum[0]);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      ptx::Wgmma<Arithmetic, Config::kColumns>::registers(sum[0], a[step],
-                                                          b + step * 16 * kChunkRowBytes / 16);
-    }
-    ptx::wgmma_commit();
   }
 
   // Of the 8 queries of tile `nt` of a lane's scores, those that do not see the lane's two keys.
@@ -560,13 +523,6 @@ struct BackwardConsumer {
     for (int i = 0; i < 4; ++i) {
       tile[i] = ptx::exp2_approx(fmaf(tile[i], arguments.logit.scale_log2, -lse_log2[i % 2]));
     }
-  }
-
-  // In a product's accumulators a lane holds what it needs of it as the first operand of the next one.
-  __device__ __forceinline__ void make_operand(const float (&tile)[4], int nt, Operand& operand) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      operand[nt / 2][nt % 2 * 2 + h] = pack<Arithmetic>(tile[2 * h], tile[2 * h + 1]);
   }
 
   // p^T or ds^T of this warp's 16 keys.
@@ -600,16 +556,8 @@ struct BackwardConsumer {
     const uint32_t sDs = uniform(shared.sDs(ds_stage) + row * kChunkRowBytes);
     const uint32_t sK =
         uniform(shared.sK(0) + column / kChunkColumns * Config::kKvChunkBytes + column % kChunkColumns * 2);
-    const uint64_t ds = ptx::matrix_descriptor(sDs, 0), k = ptx::matrix_descriptor(sK, Config::kKvChunkBytes);
-    ptx::keep_in_place(dq[0]);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kBlockN / 16; ++step) {
-      ptx::Wgmma<Arithmetic, Config::kDqColumns>::shared_mn(
-          dq[0], ds + (step / 4 * Config::kQChunkBytes + step % 4 * 32) / 16,
-          k + step * 16 * kChunkRowBytes / 16, step > 0);
-    }
-    ptx::wgmma_commit();
+    issue_sum<Arithmetic, kBlockN, /*kAccumulate=*/false>(dq, sDs, Config::kQChunkBytes, sK,
+                                                          Config::kKvChunkBytes);
   }
 
   __device__ __forceinline__ void add_dq(const Dq& dq, int batch, int head, int m_start) {

@@ -19,6 +19,7 @@
 #include "ptx/tensor_copy.h"
 #include "ptx/wgmma.h"
 #include "sm90/output.cuh"
+#include "sm90/product.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/tensor_map.h"
 #include "sm90/tile_loader.cuh"
@@ -191,11 +192,6 @@ struct BackwardDqConsumer {
   }
 
  private:
-  // Products end for the warpgroup as a whole, so one thread can speak for it.
-  __device__ __forceinline__ void release(uint32_t barrier) {
-    if (threadIdx.x % 128 == 0) ptx::barrier_arrive(barrier);
-  }
-
   __device__ __forceinline__ void load_stats() {
     const BackwardParams& params = arguments.params;
     const int64_t row0 = (int64_t{work.batch} * params.num_heads + work.head) * work.seqlen_q;
@@ -212,9 +208,11 @@ struct BackwardDqConsumer {
     const int stage = uniform(place.stage);
     Scores scores, ds;
     ptx::barrier_wait(shared.k_full(stage), place.parity);
-    issue_scores(scores, uniform(shared.sQ(64 * consumer)), shared.sK(stage));
+    issue_scores<Arithmetic, kHeadDim>(scores, uniform(shared.sQ(64 * consumer)), Config::kQChunkBytes,
+                                       shared.sK(stage), Config::kKvChunkBytes);
     ptx::barrier_wait(shared.v_full(stage), place.parity);
-    issue_scores(ds, uniform(shared.sDout(64 * consumer)), shared.sV(stage));
+    issue_scores<Arithmetic, kHeadDim>(ds, uniform(shared.sDout(64 * consumer)), Config::kQChunkBytes,
+                                       shared.sV(stage), Config::kKvChunkBytes);
 
     // ---- p = exp(q k^T - lse), and for the soft cap p (1 - tanh^2) ----
     ptx::wgmma_wait<1>();
@@ -237,43 +235,18 @@ struct BackwardDqConsumer {
     uint32_t operand[kBlockN / 16][4];
 #pragma unroll
     for (int nt = 0; nt < kBlockN / 8; ++nt) {
-      float values[4];
+      float (&tile)[4] = ds[0][nt];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) values[i] = scores[0][nt][i] * (ds[0][nt][i] - delta[i / 2]);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        operand[nt / 2][nt % 2 * 2 + h] = pack<Arithmetic>(values[2 * h], values[2 * h + 1]);
-      }
+      for (int i = 0; i < 4; ++i) tile[i] = scores[0][nt][i] * (tile[i] - delta[i / 2]);
+      make_operand<Arithmetic>(tile, nt, operand);
     }
 
     // ---- dq += ds k ----
-    const uint64_t k = ptx::matrix_descriptor(shared.sK(stage), Config::kKvChunkBytes);
-    ptx::keep_in_place(operand);
-    ptx::keep_in_place(dq[0]);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kBlockN / 16; ++step) {
-      ptx::Wgmma<Arithmetic, kHeadDim>::registers(dq[0], operand[step], k + step * 16 * kChunkRowBytes / 16);
-    }
-    ptx::wgmma_commit();
+    issue_sum<Arithmetic>(dq, operand, shared.sK(stage), Config::kKvChunkBytes);
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(dq[0]);
     release(shared.k_empty(stage));
     place.advance();
-  }
-
-  // scores [64, kBlockN] = a [64, kHeadDim] b^T, b [kBlockN, kHeadDim].
-  __device__ __forceinline__ void issue_scores(Scores& scores, uint32_t a_tile, uint32_t b_tile) {
-    const uint64_t a = ptx::matrix_descriptor(a_tile, 0), b = ptx::matrix_descriptor(b_tile, 0);
-    ptx::keep_in_place(scores[0]);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kHeadDim / 16; ++step) {
-      const int chunk = step / 4, bytes = step % 4 * 32;
-      ptx::Wgmma<Arithmetic, kBlockN>::shared(scores[0], a + (chunk * Config::kQChunkBytes + bytes) / 16,
-                                              b + (chunk * Config::kKvChunkBytes + bytes) / 16, step > 0);
-    }
-    ptx::wgmma_commit();
   }
 
   // ---- Write dq to where q was; rows that see no key get zeros ----

@@ -24,6 +24,7 @@
 #include "ptx/tensor_copy.h"
 #include "ptx/wgmma.h"
 #include "sm90/output.cuh"
+#include "sm90/product.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/schedule.cuh"
 #include "sm90/tensor_map.h"
@@ -332,11 +333,6 @@ struct ForwardConsumer {
   }
   __device__ __forceinline__ void wait_group() { ptx::named_barrier_wait(1 + kConsumers + consumer, 128); }
 
-  // Products end for the warpgroup as a whole, so one thread can speak for it.
-  __device__ __forceinline__ void release(uint32_t barrier) {
-    if (threadIdx.x % 128 == 0) ptx::barrier_arrive(barrier);
-  }
-
   __device__ __forceinline__ int warp_row() const { return 64 * consumer + threadIdx.x / 32 % 4 * 16; }
 
   // ---- Tiles ----
@@ -387,28 +383,11 @@ struct ForwardConsumer {
   // ---- Products ----
 
   __device__ __forceinline__ void issue_scores(float (&scores)[1][Config::kBlockN / 8][4], uint32_t sK) {
-    const uint64_t q = ptx::matrix_descriptor(sQ, 0), k = ptx::matrix_descriptor(sK, 0);
-    ptx::keep_in_place(scores[0]);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kHeadDim / 16; ++step) {
-      const int chunk = step / 4, bytes = step % 4 * 32;
-      ptx::Wgmma<Arithmetic, kBlockN>::shared(scores[0], q + (chunk * Config::kQChunkBytes + bytes) / 16,
-                                              k + (chunk * Config::kKvChunkBytes + bytes) / 16, step > 0);
-    }
-    ptx::wgmma_commit();
+    sm90::issue_scores<Arithmetic, kHeadDim>(scores, sQ, Config::kQChunkBytes, sK, Config::kKvChunkBytes);
   }
 
   __device__ __forceinline__ void issue_values(uint32_t sV) {
-    const uint64_t v = ptx::matrix_descriptor(sV, Config::kKvChunkBytes);
-    ptx::keep_in_place(p);
-    ptx::keep_in_place(out[0]);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kKvSteps; ++step) {
-      ptx::Wgmma<Arithmetic, kHeadDim>::registers(out[0], p[step], v + step * 16 * kChunkRowBytes / 16);
-    }
-    ptx::wgmma_commit();
+    issue_sum<Arithmetic>(out, p, sV, Config::kKvChunkBytes);
   }
 
   // ---- Softmax ----
@@ -427,16 +406,9 @@ struct ForwardConsumer {
     return moved;
   }
 
-  // In a product's accumulators a lane holds what it needs of it as the other operand of the next one.
   __device__ __forceinline__ void keep_probabilities(const float (&scores)[1][Config::kBlockN / 8][4]) {
 #pragma unroll
-    for (int step = 0; step < kKvSteps; ++step) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float (&tile)[4] = scores[0][2 * step + i / 2];
-        p[step][i] = pack<Arithmetic>(tile[i % 2 * 2], tile[i % 2 * 2 + 1]);
-      }
-    }
+    for (int nt = 0; nt < kBlockN / 8; ++nt) make_operand<Arithmetic>(scores[0][nt], nt, p);
   }
 
   __device__ __forceinline__ void rescale_out() {

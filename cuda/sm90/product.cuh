@@ -1,0 +1,75 @@
+// Products of a warpgroup with tiles in shared memory: issued and committed as one group, not waited for.
+// Wide tiles are chunks of 64 columns, `pitch` bytes apart, swizzled (tensor_map.h).
+#pragma once
+
+#include <cstdint>
+
+#include "arithmetic.h"
+#include "ptx/barrier.h"
+#include "ptx/wgmma.h"
+#include "sm90/tensor_map.h"
+
+namespace jax_flash::cuda::sm90 {
+
+// acc [64, kN] = a [64, kDepth] b^T, b [kN, kDepth].
+template <class Arithmetic, int kDepth, int kTiles>
+__device__ __forceinline__ void issue_scores(float (&acc)[1][kTiles][4], uint32_t a_tile, int a_pitch,
+                                             uint32_t b_tile, int b_pitch) {
+  const uint64_t a = ptx::matrix_descriptor(a_tile, 0), b = ptx::matrix_descriptor(b_tile, 0);
+  ptx::keep_in_place(acc[0]);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kDepth / 16; ++step) {
+    const int chunk = step / 4, bytes = step % 4 * 32;
+    ptx::Wgmma<Arithmetic, 8 * kTiles>::template shared</*kBAlongN=*/false>(
+        acc[0], a + (chunk * a_pitch + bytes) / 16, b + (chunk * b_pitch + bytes) / 16, step > 0);
+  }
+  ptx::wgmma_commit();
+}
+
+// acc [64, kN] = or += a [64, kDepth] b, b [kDepth, kN].
+template <class Arithmetic, int kDepth, bool kAccumulate, int kTiles>
+__device__ __forceinline__ void issue_sum(float (&acc)[1][kTiles][4], uint32_t a_tile, int a_pitch,
+                                          uint32_t b_tile, int b_pitch) {
+  const uint64_t a = ptx::matrix_descriptor(a_tile, 0), b = ptx::matrix_descriptor(b_tile, b_pitch);
+  ptx::keep_in_place(acc[0]);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kDepth / 16; ++step) {
+    ptx::Wgmma<Arithmetic, 8 * kTiles>::template shared</*kBAlongN=*/true>(
+        acc[0], a + (step / 4 * a_pitch + step % 4 * 32) / 16, b + step * 16 * kChunkRowBytes / 16,
+        kAccumulate || step > 0);
+  }
+  ptx::wgmma_commit();
+}
+
+// acc [64, kN] += a [64, 16 kSteps] b, a in registers, b [16 kSteps, kN].
+template <class Arithmetic, int kSteps, int kTiles>
+__device__ __forceinline__ void issue_sum(float (&acc)[1][kTiles][4], uint32_t (&a)[kSteps][4],
+                                          uint32_t b_tile, int b_pitch) {
+  const uint64_t b = ptx::matrix_descriptor(b_tile, b_pitch);
+  ptx::keep_in_place(a);
+  ptx::keep_in_place(acc[0]);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    ptx::Wgmma<Arithmetic, 8 * kTiles>::registers(acc[0], a[step], b + step * 16 * kChunkRowBytes / 16);
+  }
+  ptx::wgmma_commit();
+}
+
+// In a product's accumulators a lane holds what it needs of it as the first operand of the next one. Of tile
+// nt.
+template <class Arithmetic, int kSteps>
+__device__ __forceinline__ void make_operand(const float (&tile)[4], int nt, uint32_t (&operand)[kSteps][4]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    operand[nt / 2][nt % 2 * 2 + h] = pack<Arithmetic>(tile[2 * h], tile[2 * h + 1]);
+}
+
+// Products end for the warpgroup as a whole, so one thread can speak for it.
+__device__ __forceinline__ void release(uint32_t barrier) {
+  if (threadIdx.x % 128 == 0) ptx::barrier_arrive(barrier);
+}
+
+}  // namespace jax_flash::cuda::sm90
