@@ -285,8 +285,9 @@ inline ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets resul
   RETURN_IF_ERROR(call.TakeResult("dv", dtype, {B, S, K, Hv}, &params->dv));
   params->delta = params->lse_log2 = params->dq_accum = nullptr;
   if (with_workspace) {
-    RETURN_IF_ERROR(call.TakeResult("delta", f32, {B, N, T}, &params->delta));
-    RETURN_IF_ERROR(call.TakeResult("lse_log2", f32, {B, N, T}, &params->lse_log2));
+    const int64_t stats_rows = (T + kStatsRows - 1) / kStatsRows * kStatsRows;
+    RETURN_IF_ERROR(call.TakeResult("delta", f32, {B, N, stats_rows}, &params->delta));
+    RETURN_IF_ERROR(call.TakeResult("lse_log2", f32, {B, N, stats_rows}, &params->lse_log2));
     if (Is16Bit(*params) && !params->options.deterministic) {
       RETURN_IF_ERROR(call.TakeResult("dq_accum", f32, {B, (T + 15) / 16 * 16, N, H}, &params->dq_accum));
     }

@@ -46,6 +46,9 @@ struct ForwardParams : AttentionParams {
   int32_t* tile_counter;  // [1]; null: there is none
 };
 
+// Statistics of queries have T rounded up to this many rows: whole blocks of every CUDA kernel.
+inline constexpr int64_t kStatsRows = 128;
+
 struct BackwardParams : AttentionParams {
   const void* out;   // [B, T, N, Hv]
   const void* lse;   // [B, T, N], as the forward kernel wrote it
@@ -57,8 +60,8 @@ struct BackwardParams : AttentionParams {
   void* dv;  // [B, S, K, Hv]
 
   // Workspace of the CUDA kernels.
-  float* delta;     // [B, N, T]: rowsum(dout * out) - dlse
-  float* lse_log2;  // [B, N, T]: lse * log2(e), made safe for exp2
+  float* delta;     // [B, N, T rounded up to kStatsRows]: rowsum(dout * out) - dlse
+  float* lse_log2;  // the same: lse * log2(e), made safe for exp2
   float* dq_accum;  // [B, T', N, H], T' = T rounded up to 16: room for dq's sums, in the order that suits the
                     // kernel; null where dq is written directly
 };

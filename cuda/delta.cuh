@@ -16,6 +16,11 @@
 
 namespace jax_flash::cuda {
 
+// Rows of statistics of one head.
+__host__ __device__ constexpr int64_t stats_length(int64_t seqlen_q) {
+  return ceil_div(seqlen_q, kStatsRows) * kStatsRows;
+}
+
 // 8 bytes of elements as floats.
 template <class Element>
 struct Vector {
@@ -46,8 +51,8 @@ __device__ __forceinline__ float dot(const Element* a, const Element* b, int len
 }
 
 // delta = rowsum(dout * out) - dlse and lse * log2(e), one warp a row; clears `to_clear`, `share` floats a
-// warp. A row that sees no key gets lse_log2 = +inf, so that its probabilities exp2(x - inf) are 0, and delta
-// = 0.
+// warp. A row that sees no key, or lies beyond the end, gets lse_log2 = +inf, so that its probabilities
+// exp2(x - inf) are 0, and delta = 0.
 //
 // Index counts rows: 32 bits where they suffice, since three divisions in 64 take longer than reading the
 // row.
@@ -55,30 +60,32 @@ template <class Element, class Index>
 __global__ void __launch_bounds__(256)
     delta_kernel(const __grid_constant__ BackwardParams params, float* to_clear, int share, int64_t count) {
   const int lane = threadIdx.x % 32;
-  const Index seqlen_q = static_cast<Index>(params.seqlen_q),
+  const Index length = static_cast<Index>(stats_length(params.seqlen_q)),
               num_heads = static_cast<Index>(params.num_heads);
-  // Of [B, T, N]. The last ones first: what the backward kernels begin with is then in L2.
+  // Of [B, length, N]. The last ones first: what the backward kernels begin with is then in L2.
   const Index row = Index{gridDim.x - 1 - blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32;
-  if (row >= static_cast<Index>(params.batch) * seqlen_q * num_heads) return;
-  const Index token = row / num_heads, batch = token / seqlen_q;
-  const Index head = row - token * num_heads, position = token - batch * seqlen_q;
+  if (row >= static_cast<Index>(params.batch) * length * num_heads) return;
+  const Index token = row / num_heads, batch = token / length;
+  const Index head = row - token * num_heads, position = token - batch * length;
 
   const int64_t first = static_cast<int64_t>(row) * share;
   const int end = static_cast<int>(min(int64_t{share}, count - first));
   for (int i = lane; i < end; i += 32) to_clear[first + i] = 0;
   float delta = 0, lse_log2 = INFINITY;
-  const float lse = static_cast<const float*>(params.lse)[row];
-  const int q_length = Mask(params, static_cast<int>(batch)).q_length;
-  if (static_cast<int>(position) < q_length && lse != -INFINITY) {
-    const int head_dim_v = static_cast<int>(params.head_dim_v);
-    delta = dot(static_cast<const Element*>(params.dout) + static_cast<int64_t>(row) * head_dim_v,
-                static_cast<const Element*>(params.out) + static_cast<int64_t>(row) * head_dim_v, head_dim_v,
-                lane);
-    if (params.dlse && lse != INFINITY) delta -= static_cast<const float*>(params.dlse)[row];
-    lse_log2 = lse * kLog2e;
+  if (static_cast<int>(position) < Mask(params, static_cast<int>(batch)).q_length) {
+    const int64_t out_token = static_cast<int64_t>(batch) * params.seqlen_q + static_cast<int64_t>(position);
+    const int64_t out_row = out_token * params.num_heads + static_cast<int64_t>(head);
+    const float lse = static_cast<const float*>(params.lse)[out_row];
+    if (lse != -INFINITY) {
+      const int head_dim_v = static_cast<int>(params.head_dim_v);
+      delta = dot(static_cast<const Element*>(params.dout) + out_row * head_dim_v,
+                  static_cast<const Element*>(params.out) + out_row * head_dim_v, head_dim_v, lane);
+      if (params.dlse && lse != INFINITY) delta -= static_cast<const float*>(params.dlse)[out_row];
+      lse_log2 = lse * kLog2e;
+    }
   }
   if (lane == 0) {
-    const Index stats_row = (batch * num_heads + head) * seqlen_q + position;  // of [B, N, T]
+    const Index stats_row = (batch * num_heads + head) * length + position;
     params.delta[stats_row] = delta;
     params.lse_log2[stats_row] = lse_log2;
   }
@@ -89,7 +96,7 @@ template <class Element>
 cudaError_t launch_delta(const BackwardParams& params, float* to_clear, int64_t count,
                          const LaunchContext& context) {
   constexpr int kThreads = 256, kRows = kThreads / 32;
-  const int64_t rows = params.batch * params.seqlen_q * params.num_heads;
+  const int64_t rows = params.batch * stats_length(params.seqlen_q) * params.num_heads;
   const bool is_small = rows + kRows <= std::numeric_limits<uint32_t>::max();
   return launch(is_small ? delta_kernel<Element, uint32_t> : delta_kernel<Element, uint64_t>,
                 ceil_div(rows, kRows), kThreads, 0, context, params, to_clear,

@@ -217,12 +217,15 @@ def _lower_cuda(call: _Pass, ctx, *args, options: AttentionOptions, **params):
         workspace += [jax.core.ShapedArray((1,), jnp.dtype(jnp.int32))]  # counts tiles
     if call is _BACKWARD:
         batch, seqlen_q, num_heads, head_dim = _fold(q, _AXES["q"]).shape
-        row = jax.core.ShapedArray((batch, num_heads, seqlen_q), jnp.dtype(jnp.float32))
-        workspace += [row, row]  # delta; lse in base 2
+        rows = jax.core.ShapedArray((batch, num_heads, -(-seqlen_q // 128) * 128), jnp.dtype(jnp.float32))
+        workspace += [rows, rows]  # delta; lse in base 2
         if q.dtype.itemsize == 2 and not options.deterministic:
             shape = (batch, -(-seqlen_q // 16) * 16, num_heads, head_dim)  # dq, summed in blocks of rows
             workspace += [jax.core.ShapedArray(shape, jnp.dtype(jnp.float32))]
-    return _lower_ffi(call, ctx, args, workspace, options=options, **params)
+    results = _lower_ffi(call, ctx, args, workspace, options=options, **params)
+    # A result that a scan stacks and the layer also uses has XLA run the kernel twice, once straight into the stack
+    # (its dynamic-slice fusion, seen with jax 0.11). It does not look for one behind a barrier.
+    return list(stablehlo.OptimizationBarrierOp(results).results)
 
 
 def _lower_ffi(call: _Pass, ctx, args, workspace, *, operands: tuple[str, ...], options: AttentionOptions):

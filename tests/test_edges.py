@@ -231,6 +231,39 @@ def test_repeats_give_the_same_bits(dtype, platform):
     assert sum(differs(f(*args), want) for _ in range(repeats)) == 0
 
 
+# T, S, N, K, H, Hv and options
+REPEATED = [
+    (300, 300, 16, 16, 64, 64, dict(is_causal=True)),
+    (1024, 1024, 8, 8, 64, 64, dict()),
+    (200, 700, 12, 3, 40, 64, dict(local_window_size=(100, 30), logits_soft_cap=5.0)),
+    (300, 300, 16, 4, 128, 128, dict(is_causal=True)),
+    (1024, 1024, 8, 8, 128, 128, dict()),
+    (333, 500, 4, 1, 96, 80, dict(is_causal=True, query_offset=167)),
+    (300, 300, 8, 2, 256, 256, dict(is_causal=True)),
+    (130, 400, 16, 16, 192, 128, dict()),
+]
+
+
+@pytest.mark.parametrize("shape", REPEATED, ids=str)
+def test_deterministic_gradients_repeat_under_load(shape, platform):
+    """A large product before each call takes the clock down and the caches away."""
+    t, s, n, k, h, hv, options = shape
+    on_gpu = platform == "cuda"
+    sizes = [(2, t, n, h), (2, s, k, h), (2, s, k, hv), (2, t, n, hv)]
+    args = [jnp.asarray(random(*size, seed=i, dtype=DTYPES["bfloat16"])) for i, size in enumerate(sizes)]
+    f = forward_and_backward(deterministic=True, **options)
+    load = jnp.ones((4096, 4096) if on_gpu else (8, 8), jnp.bfloat16)
+    product = jax.jit(jnp.matmul)
+    count = jax.jit(
+        lambda total, a, b: total + sum(jnp.sum(x != y, dtype=jnp.int32) for x, y in zip(a, b, strict=True))
+    )
+    want, differences = f(*args), jnp.int32(0)
+    for _ in range(1000 if on_gpu else 5):
+        product(load, load)
+        differences = count(differences, f(*args), want)
+    assert differences == 0
+
+
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "any order"])
 def test_replays_follow_changed_inputs(deterministic, platform):
     """XLA captures a program of several kernels in a CUDA graph and replays it."""
@@ -290,6 +323,33 @@ def test_replays_in_16_bits_give_the_eager_bits(platform):
     for seed in range(100 if platform == "cuda" else 5):
         args = tuple(make(seed))
         np.testing.assert_array_equal(compiled(*args), three_times(*args))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "any order"])
+def test_replays_of_gradients_in_16_bits(deterministic, head_dim, platform):
+    """They give the eager bits, but for dq where it is summed in any order."""
+
+    def gradients(q, k, v):
+        call = functools.partial(jax_flash.flash_attention, is_causal=True, deterministic=deterministic)
+        out, pullback = jax.vjp(call, q, k, v)
+        return [pullback(dout) for dout in (out, q, k, v)]
+
+    compiled = jax.jit(gradients)
+    heads = 50 if platform == "cuda" else 2
+    make = jax.jit(
+        lambda seed: jax.random.normal(jax.random.key(seed), (3, 2, 260, heads, head_dim), jnp.bfloat16)
+    )
+    for seed in range(100 if platform == "cuda" else 3):
+        args = tuple(make(seed))
+        for got, want in zip(compiled(*args), gradients(*args), strict=True):
+            if deterministic:
+                np.testing.assert_array_equal(got[0], want[0])
+            else:
+                dq, want_dq = (np.asarray(x[0], np.float32) for x in (got, want))
+                np.testing.assert_allclose(dq, want_dq, rtol=2**-7, atol=1e-5)  # a step of bfloat16
+            np.testing.assert_array_equal(got[1], want[1])
+            np.testing.assert_array_equal(got[2], want[2])
 
 
 def test_second_device_while_the_first_is_current(platform):

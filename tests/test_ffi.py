@@ -28,7 +28,7 @@ SHAPES = {
     **dict.fromkeys(["v", "dv"], (2, 5, 3, 16)),
     **dict.fromkeys(["out", "dout"], (2, 4, 6, 16)),
     **dict.fromkeys(["lse", "dlse"], (2, 4, 6)),
-    **dict.fromkeys(["delta", "lse_log2"], (2, 6, 4)),
+    **dict.fromkeys(["delta", "lse_log2"], (2, 6, 128)),
     **dict.fromkeys(["lengths"], (2,)),
 }
 

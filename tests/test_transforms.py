@@ -216,6 +216,19 @@ def test_scan_over_layers(platform):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
 
 
+def test_scan_runs_a_kernel_once_a_layer(platform):
+    """Of arrays large enough that XLA might have the kernel write into the stack of residuals."""
+    weights, x = random(3, 64, 64), random(2, 128, 4, 64, seed=1)
+
+    def layer(x, w):
+        return x + attention(x @ w, x, x, is_causal=True), None
+
+    gradient = jax.grad(lambda weights: jnp.sum(jax.lax.scan(layer, x, weights)[0]))
+    text = jax.jit(gradient).lower(weights).compile().as_text()
+    for call in ("jax_flash_forward", "jax_flash_backward"):
+        assert text.count(f'custom_call_target="{call}"') == 1
+
+
 def count_calls(f, *args, name: str) -> int:
     """How often a function calls a kernel."""
 
@@ -475,13 +488,13 @@ def test_lowering_for_cuda_refuses_what_it_cannot_do():
 @BUILT_FOR_CUDA
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_workspace_of_gradients(deterministic):
-    """In 16 bits: two floats a row, and one float32 copy of dq, its length rounded up to 16, or none."""
+    """In 16 bits: two floats a row and one float32 copy of dq, rows rounded up to 128 and 16; or no copy."""
     gradient = jax.grad(lambda *x: attention(*x, deterministic=deterministic).sum())
     x = jnp.zeros((2, 100, 4, 64), jnp.bfloat16)
     text = jax.jit(gradient).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = re.findall(r"custom_call @jax_flash_backward\(.*-> \((.*)\)", text)
     dq = [] if deterministic else ["2x112x4x64xf32"]
-    assert re.findall(r"tensor<([^>]*f32)>", call) == ["2x4x100xf32", "2x4x100xf32", *dq]
+    assert re.findall(r"tensor<([^>]*f32)>", call) == ["2x4x128xf32", "2x4x128xf32", *dq]
 
 
 @BUILT_FOR_CUDA

@@ -32,11 +32,6 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Arrives at an mbarrier, which counts on it, when this thread's copies have come. Compute capability 9.0.
-__device__ __forceinline__ void copy_async_arrive(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Four 8 x 16-byte matrices; lane l gives the address of row l % 8 of matrix l / 8. Addresses aligned to 16
 // bytes.
 __device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], uint32_t shared) {
@@ -81,6 +76,13 @@ __device__ __forceinline__ void store_shared_x4(uint32_t shared, const uint32_t 
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]), "r"(r[1]), "r"(r[2]),
                "r"(r[3])
                : "memory");
+}
+
+// 16 bytes of memory that nothing writes meanwhile. Address aligned to 16 bytes.
+__device__ __forceinline__ void load_global_x4(float (&r)[4], const float* global) {
+  asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(r[0]), "=f"(r[1]), "=f"(r[2]), "=f"(r[3])
+               : "l"(global));
 }
 
 // 8 bytes. Address aligned to 8 bytes.

@@ -151,7 +151,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   // float32 dq is summed where it is wanted, so its scale goes into ds; 16-bit ds would lose small values by
   // that, and dq_accum gets its scale when it is converted.
   const float ds_scale = kIs16Bit<Arithmetic> ? 1 : arguments.logit.scale;
-  const int64_t stats_row = (int64_t{batch} * num_heads + first_head) * seqlen_q + m_begin + score_row;
+  const int stats_stride = static_cast<int>(stats_length(seqlen_q));
+  const int64_t stats_row = (int64_t{batch} * num_heads + first_head) * stats_stride + m_begin + score_row;
   const float* gLse = params.lse_log2 + stats_row;
   const float* gDelta = params.delta + stats_row;
   const int64_t dq_stride = int64_t{num_heads} * head_dim;
@@ -167,8 +168,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     const QTile sDout{sQ.base + QTile::kBytes};  // [kBlockM, kHeadDim]
 
     float lse_log2[kScoreRows / 16][2], delta[kScoreRows / 16][2];
-    load_row_stats(lse_log2, gLse, seqlen_q - m_start - score_row, INFINITY);
-    load_row_stats(delta, gDelta, seqlen_q - m_start - score_row, 0);
+    load_row_stats(lse_log2, gLse);
+    load_row_stats(delta, gDelta);
 
     // This block's rows have come, to all threads, and all are done with those before.
     ptx::copy_async_wait<0>();
@@ -255,8 +256,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     gDq += kBlockM * dq_stride;
     if (m_start == m_end) {
       m_start = m_begin;
-      gLse += m_begin - m_end + seqlen_q;
-      gDelta += m_begin - m_end + seqlen_q;
+      gLse += m_begin - m_end + stats_stride;
+      gDelta += m_begin - m_end + stats_stride;
       gDq += (m_begin - m_end) * dq_stride + head_dim;
     }
   }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "arithmetic.h"
+#include "delta.cuh"
 #include "launch.h"
 #include "mask.cuh"
 #include "params.h"
@@ -99,10 +100,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 
   const int warp_row = threadIdx.x / 32 * kWarpRows;
   const int warp_m = m_start + warp_row;
-  const int64_t stats_row0 = (int64_t{batch} * num_heads + head) * seqlen_q;
+  const int64_t stats_row = (int64_t{batch} * num_heads + head) * stats_length(seqlen_q) + warp_m;
   float lse_log2[kMTiles][2], delta[kMTiles][2];
-  load_row_stats(lse_log2, params.lse_log2 + stats_row0 + warp_m, seqlen_q - warp_m, INFINITY);
-  load_row_stats(delta, params.delta + stats_row0 + warp_m, seqlen_q - warp_m, 0);
+  load_row_stats(lse_log2, params.lse_log2 + stats_row);
+  load_row_stats(delta, params.delta + stats_row);
   float dq[kMTiles][kHeadDim / 8][4];
   clear(dq);
 

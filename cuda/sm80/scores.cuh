@@ -7,17 +7,13 @@
 
 namespace jax_flash::cuda::sm80 {
 
-// This lane's rows of an array with one float a row; `beyond` from row `rows` on.
+// This lane's rows of an array with one float a row.
 template <int kMTiles>
-__device__ __forceinline__ void load_row_stats(float (&values)[kMTiles][2], const float* rows_of_warp,
-                                               int rows, float beyond) {
+__device__ __forceinline__ void load_row_stats(float (&values)[kMTiles][2], const float* rows_of_warp) {
 #pragma unroll
   for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = accumulator_row(mt, h);
-      values[mt][h] = row < rows ? rows_of_warp[row] : beyond;
-    }
+    for (int h = 0; h < 2; ++h) values[mt][h] = rows_of_warp[accumulator_row(mt, h)];
   }
 }
 

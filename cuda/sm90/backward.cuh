@@ -50,13 +50,15 @@ namespace jax_flash::cuda::sm90 {
 // tile, or the first and the last, the second and the last but one tile of a head: when causal, such pairs
 // are all equally long. Where items are equal, blocks stay on their multiprocessors, and an item's rows load
 // while the one before ends; where they are not, there are as many blocks as items, and the hardware starts
-// one where one ends.
+// one where one ends: then causal tiles come longest first, the first one of every head, the second one, ...
+// (a head after the other would have the last head's long tiles end alone: up to 1.5 times as long).
 struct BackwardSchedule {
   int n_blocks;  // of one head
   int items;     // of one head: n_blocks, or half as many
   int num_kv_heads;
   int num_items;   // of all heads
   int num_blocks;  // the grid
+  bool by_length;  // longest first, or a head after the other?
 
   BackwardSchedule(const BackwardParams& params, int block_n, int multiprocessors)
       : n_blocks(static_cast<int>(ceil_div(params.seqlen_kv, block_n))),
@@ -74,6 +76,7 @@ struct BackwardSchedule {
     items = by_pairs ? static_cast<int>(pairs) : n_blocks;
     num_items = static_cast<int>(items * heads);
     num_blocks = by_pairs || is_full ? std::min(num_items, multiprocessors) : num_items;
+    by_length = is_triangle && !by_pairs;
   }
 };
 
@@ -205,9 +208,13 @@ __device__ __forceinline__ void for_each_tile(const BackwardSchedule& schedule, 
                                               F f) {
 #pragma unroll 1
   for (int index = blockIdx.x; index < schedule.num_items; index += gridDim.x) {
-    const unsigned all_heads = static_cast<unsigned>(index) / schedule.items;
-    const int first = index - all_heads * schedule.items, last = schedule.n_blocks - 1 - first;
-    const int batch = all_heads / schedule.num_kv_heads, kv_head = all_heads - batch * schedule.num_kv_heads;
+    const bool by_length = schedule.by_length;
+    const int divisor = by_length ? schedule.num_items / schedule.items : schedule.items;
+    const int quotient = static_cast<unsigned>(index) / divisor, rest = index - quotient * divisor;
+    const int all_heads = by_length ? rest : quotient, first = by_length ? quotient : rest;
+    const int last = schedule.n_blocks - 1 - first;
+    const int batch = static_cast<unsigned>(all_heads) / schedule.num_kv_heads;
+    const int kv_head = all_heads - batch * schedule.num_kv_heads;
     const bool is_pair = schedule.items < schedule.n_blocks && first < last;
 #pragma unroll 1
     for (int i = 0; i < (is_pair ? 2 : 1); ++i) {
@@ -233,7 +240,12 @@ struct BackwardLoader {
     ptx::barrier_wait(shared.kv_empty(), kv_parity ^ 1);
     kv_parity ^= 1;
     __syncwarp();
-    if (work.m_blocks == 0) return;
+    const uint32_t full_kv = kIsQueries ? shared.k_full() : shared.v_full();
+    if (work.m_blocks == 0) {
+      // Consumers wait all the same: one that went ahead would free k and v twice before this warp looks.
+      if (ptx::elect_one()) ptx::barrier_arrive(full_kv);
+      return;
+    }
     const uint32_t tail = shared.tail(kIsQueries ? 0 : 1);
     Loader keys{kIsQueries ? arguments.tK : arguments.tV,
                 work.batch,
@@ -242,8 +254,7 @@ struct BackwardLoader {
                 ptx::kEvictFirst,
                 tail,
                 tail_parity};
-    keys.template load<Config::kBlockN>(kIsQueries ? shared.sK(0) : shared.sV(0),
-                                        kIsQueries ? shared.k_full() : shared.v_full(), work.kv_head,
+    keys.template load<Config::kBlockN>(kIsQueries ? shared.sK(0) : shared.sV(0), full_kv, work.kv_head,
                                         work.n_start);
     Loader rows{kIsQueries ? arguments.tQ : arguments.tDout,
                 work.batch,
@@ -280,15 +291,30 @@ struct BackwardLoader {
     tail_parity = rows.tail_parity;
   }
 
+  // Half a warp reads lse, the other half delta, while the buffer is still in use.
   __device__ __forceinline__ void load_stats(const BackwardTileWork<Config>& work) {
-    const int group = arguments.group;
+    constexpr int kVectors = Config::kBlockM / 64;  // of a lane
+    const BackwardParams& params = arguments.params;
+    const bool is_delta = lane_id() >= 16;
+    const uint32_t first = lane_id() % 16 * 16;  // byte of each 64 rows
+    const int64_t length = stats_length(params.seqlen_q);
+    const int64_t head0 = int64_t{work.batch} * params.num_heads + work.kv_head * arguments.group;
+    const float* head =
+        (is_delta ? params.delta : params.lse_log2) + head0 * length + work.m_begin + first / 4;
 #pragma unroll 1
-    for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
+    for (int i = 0; i < arguments.group; ++i, head += length) {
 #pragma unroll 1
-      for (int i = 0; i < work.m_blocks; ++i) {
+      for (int m = 0; m < work.m_blocks; ++m) {
+        float rows[kVectors][4];
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j) ptx::load_global_x4(rows[j], head + m * Config::kBlockM + 64 * j);
         ptx::barrier_wait(shared.q_empty(place.stage), place.parity ^ 1);
         __syncwarp();
-        load_stats(place.stage, work.batch, head, work.m_begin + i * Config::kBlockM);
+        const uint32_t to = (is_delta ? shared.sDelta(place.stage) : shared.sLse(place.stage)) + first;
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j) ptx::store_shared_x4(to + 256 * j, rows[j]);
+        __syncwarp();
+        if (lane_id() == 0) ptx::barrier_arrive(shared.q_full(place.stage));
         place.advance();
       }
     }
@@ -306,21 +332,6 @@ struct BackwardLoader {
   template <bool kIsQueries>
   __device__ __forceinline__ uint32_t empty(int stage) const {
     return kIsQueries ? shared.q_empty(stage) : shared.dout_empty(stage);
-  }
-
-  // Rows beyond the end get zeros, and so do their q and dout: they add nothing.
-  __device__ __forceinline__ void load_stats(int stage, int batch, int head, int m_start) {
-    const int seqlen_q = static_cast<int>(arguments.params.seqlen_q);
-    const int64_t row0 = (int64_t{batch} * arguments.params.num_heads + head) * seqlen_q + m_start;
-#pragma unroll
-    for (int i = 0; i < Config::kBlockM; i += 32) {
-      const int row = i + lane_id();
-      const bool valid = m_start + row < seqlen_q;
-      const int64_t from = valid ? row0 + row : 0;
-      ptx::copy_async<4>(shared.sLse(stage) + 4 * row, arguments.params.lse_log2 + from, valid);
-      ptx::copy_async<4>(shared.sDelta(stage) + 4 * row, arguments.params.delta + from, valid);
-    }
-    ptx::copy_async_arrive(shared.q_full(stage));
   }
 };
 
@@ -354,11 +365,9 @@ struct BackwardConsumer {
   __device__ __forceinline__ void run(const BackwardTileWork<Config>& work) {
     clear(dk);
     clear(dv);
-    if (work.m_blocks > 0) {
-      ptx::barrier_wait(shared.k_full(), kv_parity);
-      ptx::barrier_wait(shared.v_full(), kv_parity);
-      kv_parity ^= 1;
-    }
+    ptx::barrier_wait(shared.k_full(), kv_parity);
+    ptx::barrier_wait(shared.v_full(), kv_parity);
+    kv_parity ^= 1;
     const int group = arguments.group, m_end = work.m_begin + work.m_blocks * kBlockM;
 #pragma unroll 1
     for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
@@ -452,10 +461,10 @@ struct BackwardConsumer {
     if constexpr (Config::kWithDq) {
       Dq dq;
       issue_dq(dq);
-      ptx::wgmma_wait<1>();
+      issue_gradient(dk, ds_operand, shared.sDs(ds_stage), sQ);
+      ptx::wgmma_wait<2>();
       ptx::keep_in_place(dv[0]);
       release(shared.dout_empty(stage));
-      issue_gradient(dk, ds_operand, shared.sDs(ds_stage), sQ);
       ptx::wgmma_wait<1>();
       ptx::keep_in_place(dq[0]);
       add_dq(dq, work.batch, head, m_start);
@@ -625,7 +634,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Config::kStages; ++stage) {
-      ptx::barrier_init(shared.q_full(stage), 1 + 32);
+      ptx::barrier_init(shared.q_full(stage), 2);  // q; lse and delta
       ptx::barrier_init(shared.q_empty(stage), 4 * Config::kConsumers);
       ptx::barrier_init(shared.dout_full(stage), 1);
       ptx::barrier_init(shared.dout_empty(stage), Config::kConsumers);

@@ -11,6 +11,7 @@
 
 #include "accumulator.cuh"
 #include "arithmetic.h"
+#include "delta.cuh"
 #include "launch.h"
 #include "mask.cuh"
 #include "params.h"
@@ -194,13 +195,12 @@ struct BackwardDqConsumer {
  private:
   __device__ __forceinline__ void load_stats() {
     const BackwardParams& params = arguments.params;
-    const int64_t row0 = (int64_t{work.batch} * params.num_heads + work.head) * work.seqlen_q;
+    const int64_t row0 = (int64_t{work.batch} * params.num_heads + work.head) * stats_length(work.seqlen_q) +
+                         work.m_start + warp_row;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = work.m_start + warp_row + accumulator_row(0, h);
-      const bool valid = row < work.seqlen_q;
-      lse_log2[h] = valid ? params.lse_log2[row0 + row] : INFINITY;
-      delta[h] = valid ? params.delta[row0 + row] : 0;
+      lse_log2[h] = params.lse_log2[row0 + accumulator_row(0, h)];
+      delta[h] = params.delta[row0 + accumulator_row(0, h)];
     }
   }
 
