@@ -335,6 +335,21 @@ def test_replays_of_gradients_in_16_bits(deterministic, head_dim, platform):
         out, pullback = jax.vjp(call, q, k, v)
         return [pullback(dout) for dout in (out, q, k, v)]
 
+    @jax.jit
+    def count_differences(got, want):
+        """On the device: copies of all that would take longer than the kernels."""
+
+        def differs(x, y, step):
+            x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+            return jnp.sum(~(jnp.abs(x - y) <= step * jnp.abs(y) + 1e-5 * (step > 0)), dtype=jnp.int32)
+
+        dq_step = 0 if deterministic else 2**-7  # of bfloat16
+        return sum(
+            differs(x, y, step)
+            for a, b in zip(got, want, strict=True)
+            for x, y, step in zip(a, b, (dq_step, 0, 0), strict=True)
+        )
+
     compiled = jax.jit(gradients)
     heads = 50 if platform == "cuda" else 2
     make = jax.jit(
@@ -342,14 +357,7 @@ def test_replays_of_gradients_in_16_bits(deterministic, head_dim, platform):
     )
     for seed in range(100 if platform == "cuda" else 3):
         args = tuple(make(seed))
-        for got, want in zip(compiled(*args), gradients(*args), strict=True):
-            if deterministic:
-                np.testing.assert_array_equal(got[0], want[0])
-            else:
-                dq, want_dq = (np.asarray(x[0], np.float32) for x in (got, want))
-                np.testing.assert_allclose(dq, want_dq, rtol=2**-7, atol=1e-5)  # a step of bfloat16
-            np.testing.assert_array_equal(got[1], want[1])
-            np.testing.assert_array_equal(got[2], want[2])
+        assert count_differences(compiled(*args), gradients(*args)) == 0
 
 
 def test_second_device_while_the_first_is_current(platform):

@@ -2,7 +2,7 @@
 //
 // Blocks stay for the whole launch, one a multiprocessor. Tiles are handed out longest first (a causal tile
 // is the longer the later its rows are), so that what is left at the end is short; but only among the heads
-// of one section, whose keys and values fit in L2 together. Where tiles take as long, block b takes tiles
+// of one section, whose keys and values fit in L2 together. Where all tiles take as long, block b takes tiles
 // b, b + grid, ...; otherwise, and with lengths and offsets that only the device knows, the block that is
 // free first takes the next one off a counter. Nothing that is computed depends on who computes it.
 #pragma once
@@ -38,13 +38,8 @@ inline bool make_schedule(const ForwardParams& params, int block_m, const Launch
   const int64_t num_sections = ceil_div(total_heads / group * head_bytes, kSectionBytes);
   const int64_t section_heads = group * ceil_div(total_heads / group, std::max<int64_t>(num_sections, 1));
   const Options& options = params.options;
-  // Of a narrow band, too, but for the tiles at the ends of a head.
-  const int64_t right = options.is_causal ? 0 : options.window_right;
-  const bool is_full = options.window_left < 0 && right < 0;
-  const bool is_band = options.window_left >= 0 && right >= 0 && !params.query_offset &&
-                       params.seqlen_q == params.seqlen_kv &&
-                       std::max(options.window_left, right) < params.seqlen_q / 8;
-  const bool is_even = (is_full || is_band) && !params.query_seq_lengths && !params.key_value_seq_lengths;
+  const bool is_even = !options.is_causal && options.window_left < 0 && options.window_right < 0 &&
+                       !params.query_seq_lengths && !params.key_value_seq_lengths;
   *schedule = {static_cast<int>(num_m_blocks),
                static_cast<int>(params.num_heads),
                static_cast<int>(total_heads),
