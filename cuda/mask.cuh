@@ -20,6 +20,20 @@ struct KeyBlocks {
   __device__ bool is_whole(int n_block) const { return n_block >= whole_begin && n_block < whole_end; }
 };
 
+// What is known of the mask before the launch, for the order of tiles. Does every query see every key?
+inline bool is_full(const AttentionParams& params) {
+  const Options& options = params.options;
+  return !options.is_causal && options.window_left < 0 && options.window_right < 0 &&
+         !params.query_seq_lengths && !params.key_value_seq_lengths;
+}
+
+// Does query i see the keys up to i, of as many?
+inline bool is_triangle(const AttentionParams& params) {
+  const Options& options = params.options;
+  return options.is_causal && options.window_left < 0 && !params.query_seq_lengths &&
+         !params.key_value_seq_lengths && !params.query_offset && params.seqlen_q == params.seqlen_kv;
+}
+
 struct Mask {
   int lowest;     // key j is visible to query i only if i + lowest <= j
   int highest;    // and j <= i + highest

@@ -63,20 +63,14 @@ struct BackwardSchedule {
   BackwardSchedule(const BackwardParams& params, int block_n, int multiprocessors)
       : n_blocks(static_cast<int>(ceil_div(params.seqlen_kv, block_n))),
         num_kv_heads(static_cast<int>(params.num_kv_heads)) {
-    const Options& options = params.options;
-    const bool is_dense =
-        !params.query_seq_lengths && !params.key_value_seq_lengths && options.window_left < 0;
-    const bool is_full = is_dense && !options.is_causal && options.window_right < 0;
-    const bool is_triangle =
-        is_dense && options.is_causal && !params.query_offset && params.seqlen_q == params.seqlen_kv;
     const int64_t heads = params.batch * num_kv_heads, pairs = (n_blocks + 1) / 2;
     // A pair is long: its last round must not leave many multiprocessors idle.
     const int64_t rounds = ceil_div(pairs * heads, multiprocessors);
-    const bool by_pairs = is_triangle && pairs * heads * 100 >= rounds * multiprocessors * 85;
+    const bool by_pairs = is_triangle(params) && pairs * heads * 100 >= rounds * multiprocessors * 85;
     items = by_pairs ? static_cast<int>(pairs) : n_blocks;
     num_items = static_cast<int>(items * heads);
-    num_blocks = by_pairs || is_full ? std::min(num_items, multiprocessors) : num_items;
-    by_length = is_triangle && !by_pairs;
+    num_blocks = by_pairs || is_full(params) ? std::min(num_items, multiprocessors) : num_items;
+    by_length = is_triangle(params) && !by_pairs;
   }
 };
 

@@ -37,15 +37,12 @@ inline bool make_schedule(const ForwardParams& params, int block_m, const Launch
   const int64_t head_bytes = 2 * params.seqlen_kv * (params.head_dim + params.head_dim_v);
   const int64_t num_sections = ceil_div(total_heads / group * head_bytes, kSectionBytes);
   const int64_t section_heads = group * ceil_div(total_heads / group, std::max<int64_t>(num_sections, 1));
-  const Options& options = params.options;
-  const bool is_even = !options.is_causal && options.window_left < 0 && options.window_right < 0 &&
-                       !params.query_seq_lengths && !params.key_value_seq_lengths;
   *schedule = {static_cast<int>(num_m_blocks),
                static_cast<int>(params.num_heads),
                static_cast<int>(total_heads),
                static_cast<int>(section_heads),
                static_cast<int>(total_heads * num_m_blocks),
-               is_even ? nullptr : params.tile_counter};
+               is_full(params) ? nullptr : params.tile_counter};
   return true;
 }
 
