@@ -4,6 +4,7 @@
 // So a tile's range of keys is read off its first and last row, and a block of keys' range of rows likewise.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "params.h"
@@ -32,6 +33,14 @@ inline bool is_triangle(const AttentionParams& params) {
   const Options& options = params.options;
   return options.is_causal && options.window_left < 0 && !params.query_seq_lengths &&
          !params.key_value_seq_lengths && !params.query_offset && params.seqlen_q == params.seqlen_kv;
+}
+
+// How many keys does a query see at most?
+inline int64_t most_keys(const AttentionParams& params) {
+  const Options& options = params.options;
+  const int64_t left = options.window_left, right = options.is_causal ? 0 : options.window_right;
+  const int64_t all = params.seqlen_kv;
+  return left < 0 || right < 0 ? all : std::min(all, std::min(left, all) + std::min(right, all) + 1);
 }
 
 struct Mask {

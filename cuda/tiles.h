@@ -91,40 +91,44 @@ struct ForwardTile {
   int stages;       // buffers of block_n keys, and as many of values
   int q_stages;     // buffers of queries; with two, the next tile begins while this one ends
   bool out_buffer;  // has out a buffer of its own, or does it take the place of the queries?
+  bool turns;       // do consumers issue products in turn?
 };
 
 // Registers bound these: 64 rows of out and scores take (head_dim + block_n) / 2 of a thread's 232 (2
-// consumers), 160 (3) or 112 (4). And so does shared memory, 227 KB. More rows a tile load fewer keys; fewer
-// rows waste less where the sequence is short, so there are two tiles for some head dims.
+// consumers), 160 (3) or 112 (4). And so does shared memory, 227 KB. More rows a tile load fewer keys, and
+// more keys a block make fewer steps; but half of a step is lost at each edge of what the rows see. So there
+// are two tiles for some head dims.
 constexpr ForwardTile forward_tile(int head_dim, bool is_long) {
-  if (head_dim <= 64) return {4, 64, 4, 2, true};                                      // 192 KB
-  if (head_dim <= 128 && is_long) return {3, 80, 3, 2, false};                         // 216 KB
-  if (head_dim <= 128) return {2, 128, 2, 2, true};                                    // 224 KB
-  if (head_dim <= 192) return {2, 112, 2, 1, false};                                   // 216 KB
-  return is_long ? ForwardTile{2, 80, 2, 1, false} : ForwardTile{2, 64, 2, 1, false};  // 224, 192 KB
+  if (head_dim <= 64) {
+    return is_long ? ForwardTile{3, 128, 3, 2, true, true}  // 168 KB
+                   : ForwardTile{4, 64, 4, 2, true, true};  // 192 KB
+  }
+  if (head_dim <= 128) {
+    return is_long ? ForwardTile{3, 80, 3, 2, false, true}    // 216 KB
+                   : ForwardTile{3, 64, 4, 2, false, false};  // 224 KB
+  }
+  if (head_dim <= 192) return {2, 64, 2, 2, false, true};  // 192 KB
+  return is_long ? ForwardTile{2, 80, 2, 1, false, true}   // 224 KB
+                 : ForwardTile{2, 64, 2, 1, false, true};  // 192 KB
 }
 
-// Which of the two; measured. At head dim 128 a row costs 13 % less in tiles of 192 than in tiles of 128, 5 %
-// less where attention is causal, but more of them may lie beyond the end.
-constexpr bool is_long(int head_dim, int64_t seqlen_q, int64_t seqlen_kv, bool is_causal) {
-  if (head_dim <= 128) {
-    const int64_t rows_short = (seqlen_q + 127) / 128 * 128, rows_long = (seqlen_q + 191) / 192 * 192;
-    return seqlen_q >= (is_causal ? 2048 : 768) && rows_long * 100 <= rows_short * (is_causal ? 105 : 113);
-  }
-  return seqlen_kv >= 8192 && !is_causal;
+// Which of the two; measured, with `keys` that a row sees at most.
+constexpr bool is_long(int head_dim, int64_t keys, bool is_causal) {
+  return keys >= 8192 && (!is_causal || (64 < head_dim && head_dim <= 128));
 }
 
 struct BackwardTile {
-  int block_m;  // query rows
-  int stages;   // buffers of queries and dout
+  int block_m;    // query rows
+  int stages;     // buffers of queries and dout
+  int kv_stages;  // buffers of keys and values; with two, the next tile's come while this one is worked on
 };
 
 // Two warpgroups keep 64 keys each: of a thread's 240 registers dk and dv take head_dim, scores and their
 // gradients block_m, and a transform of scores some more. Head dims over 128 keep 64 keys in all, and half of
 // the columns and of the queries each.
 constexpr BackwardTile backward_tile(int head_dim, bool transform) {
-  if (head_dim <= 64) return transform ? BackwardTile{64, 2} : BackwardTile{128, 2};  // 115, 194 KB
-  return {64, 2};                                                                     // 193, 225 KB
+  if (head_dim <= 64) return transform ? BackwardTile{64, 2, 2} : BackwardTile{128, 2, 2};  // 147, 226 KB
+  return {64, 2, 1};                                                                        // 193, 225 KB
 }
 
 // Is dq a kernel of its own, though that takes 7 products for 5? Measured: at head dim 256 that is 4 to 6 %

@@ -23,6 +23,16 @@ __device__ __forceinline__ void tensor_load(uint32_t shared, const CUtensorMap& 
       : "memory");
 }
 
+// Copies `bytes` of global memory to `shared` and counts them on `barrier`. Both aligned to 16 bytes, which
+// `bytes` is a multiple of.
+__device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, uint32_t bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+      "l"(global), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 // Copies `shared` to the box at (x0, x1, x2, x3), but for what lies outside of the tensor.
 __device__ __forceinline__ void tensor_store(const CUtensorMap& map, uint32_t shared, int x0, int x1, int x2,
                                              int x3) {

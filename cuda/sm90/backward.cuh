@@ -50,27 +50,36 @@ namespace jax_flash::cuda::sm90 {
 // tile, or the first and the last, the second and the last but one tile of a head: when causal, such pairs
 // are all equally long. Where items are equal, blocks stay on their multiprocessors, and an item's rows load
 // while the one before ends; where they are not, there are as many blocks as items, and the hardware starts
-// one where one ends: then causal tiles come longest first, the first one of every head, the second one, ...
-// (a head after the other would have the last head's long tiles end alone: up to 1.5 times as long).
+// one where one ends: then causal tiles come longest first, the first one of every head of a section, the
+// second one, ... (a head after the other would have the last head's long tiles end alone: up to 1.5 times as
+// long). Queries, dout and dq of a section fit in L2 together.
 struct BackwardSchedule {
   int n_blocks;  // of one head
   int items;     // of one head: n_blocks, or half as many
   int num_kv_heads;
-  int num_items;   // of all heads
-  int num_blocks;  // the grid
-  bool by_length;  // longest first, or a head after the other?
+  int num_items;      // of all heads
+  int num_blocks;     // the grid
+  int section_heads;  // key heads of one section but the last; 1: a head after the other
 
   BackwardSchedule(const BackwardParams& params, int block_n, int multiprocessors)
       : n_blocks(static_cast<int>(ceil_div(params.seqlen_kv, block_n))),
         num_kv_heads(static_cast<int>(params.num_kv_heads)) {
     const int64_t heads = params.batch * num_kv_heads, pairs = (n_blocks + 1) / 2;
-    // A pair is long: its last round must not leave many multiprocessors idle.
+    // A pair is long: its last round must not leave many multiprocessors idle. And the longer and the more
+    // tiles are, the less it matters that rows load while the one before ends.
+    const bool has_many = n_blocks >= 64 && n_blocks * heads >= 6 * multiprocessors;
     const int64_t rounds = ceil_div(pairs * heads, multiprocessors);
-    const bool by_pairs = is_triangle(params) && pairs * heads * 100 >= rounds * multiprocessors * 85;
+    const bool by_pairs =
+        is_triangle(params) && !has_many && pairs * heads * 100 >= rounds * multiprocessors * 85;
     items = by_pairs ? static_cast<int>(pairs) : n_blocks;
     num_items = static_cast<int>(items * heads);
     num_blocks = by_pairs || is_full(params) ? std::min(num_items, multiprocessors) : num_items;
-    by_length = is_triangle(params) && !by_pairs;
+    // Few tiles must end together before anything else.
+    constexpr int64_t kSectionBytes = 34 << 20;  // of 50 MB of L2
+    // Of a query head: the tiles of a group's key head go through its query heads in step.
+    const int64_t head_bytes = params.seqlen_q * (6 * params.head_dim + 2 * params.head_dim_v);
+    const int64_t fitting = has_many ? kSectionBytes / std::max<int64_t>(head_bytes, 1) : heads;
+    section_heads = static_cast<int>(is_triangle(params) && !by_pairs ? std::max<int64_t>(fitting, 1) : 1);
   }
 };
 
@@ -93,7 +102,7 @@ struct BackwardConfig {
   static constexpr bool kTransform = kTransform_;  // of scores, before the softmax
   static constexpr bool kWithDq = kWithDq_;        // or dk and dv only
   static constexpr BackwardTile kTile = backward_tile(kHeadDim, kTransform);
-  static constexpr int kBlockM = kTile.block_m, kStages = kTile.stages;
+  static constexpr int kBlockM = kTile.block_m, kStages = kTile.stages, kKvStages = kTile.kv_stages;
   static constexpr bool kByKeys = kHeadDim <= 128;  // does a consumer own 64 keys, or half of the columns?
   static constexpr int kBlockN = kByKeys ? 128 : 64;
   static constexpr int kQueries = kByKeys ? kBlockM : kBlockM / 2;    // of a consumer's scores
@@ -120,11 +129,13 @@ struct BackwardConfig {
   static constexpr int kOutPitch = kWithDq ? 16 * kChunkRowBytes : kKvChunkBytes;
   static_assert(!kWithDq ||
                 (kOutBytes <= kDqWarpBytes && 4 * kConsumers * kOutBytes <= kDsStages * kDsBytes));
-  static constexpr int kV = kKvBytes, kQ = kV + kKvBytes, kDout = kQ + kStages * kQBytes;
+  static constexpr int kV = kKvStages * kKvBytes, kQ = kV + kKvStages * kKvBytes;
+  static constexpr int kDout = kQ + kStages * kQBytes;
   static constexpr int kDs = kDout + kStages * kQBytes, kP = kDs + kDsStages * kDsBytes;
   static constexpr int kDq = kP + kPStages * kDsBytes;
   static constexpr int kLse = kDq + 4 * kConsumers * kDqWarpBytes, kDelta = kLse + kStages * kBlockM * 4;
-  static constexpr int kBarriers = kDelta + kStages * kBlockM * 4, kNumBarriers = 4 * kStages + 5;
+  static constexpr int kBarriers = kDelta + kStages * kBlockM * 4,
+                       kNumBarriers = 4 * kStages + 3 * kKvStages + 2;
   static constexpr int kSharedBytes = kBarriers + 8 * kNumBarriers;
   static_assert(kSharedBytes <= 227 * 1024);
 };
@@ -134,8 +145,10 @@ template <class Config>
 struct BackwardShared {
   uint32_t base;
 
-  __device__ uint32_t sK(int row) const { return base + row * kChunkRowBytes; }
-  __device__ uint32_t sV(int row) const { return base + Config::kV + row * kChunkRowBytes; }
+  __device__ uint32_t sK(int stage, int row) const {
+    return base + stage * Config::kKvBytes + row * kChunkRowBytes;
+  }
+  __device__ uint32_t sV(int stage, int row) const { return sK(stage, row) + Config::kV; }
   __device__ uint32_t sQ(int stage) const { return base + Config::kQ + stage * Config::kQBytes; }
   __device__ uint32_t sDout(int stage) const { return base + Config::kDout + stage * Config::kQBytes; }
   // In chunks of 64 columns: keys of ds, queries of p^T and ds^T.
@@ -145,12 +158,13 @@ struct BackwardShared {
   __device__ uint32_t sDq(int warp) const { return base + Config::kDq + warp * Config::kDqWarpBytes; }
   // A warp's rows of dk and dv on their way out, in chunks of columns kOutPitch bytes apart: in the place of
   // ds and dq, so that the next keys and values can come, or of k and v where there is no dq.
-  __device__ uint32_t sDk(int consumer, int warp) const {
+  __device__ uint32_t sDk(int kv_stage, int consumer, int warp) const {
     return Config::kWithDq ? sDs(0) + (4 * consumer + warp) * Config::kOutBytes
-                           : sK(out_row(consumer, warp)) + out_chunk(consumer);
+                           : sK(kv_stage, out_row(consumer, warp)) + out_chunk(consumer);
   }
-  __device__ uint32_t sDv(int consumer, int warp) const {
-    return Config::kWithDq ? sDq(4 * consumer + warp) : sV(out_row(consumer, warp)) + out_chunk(consumer);
+  __device__ uint32_t sDv(int kv_stage, int consumer, int warp) const {
+    return Config::kWithDq ? sDq(4 * consumer + warp)
+                           : sV(kv_stage, out_row(consumer, warp)) + out_chunk(consumer);
   }
   __device__ uint32_t sLse(int stage) const { return base + Config::kLse + stage * Config::kBlockM * 4; }
   __device__ uint32_t sDelta(int stage) const { return base + Config::kDelta + stage * Config::kBlockM * 4; }
@@ -160,13 +174,16 @@ struct BackwardShared {
   __device__ uint32_t q_empty(int stage) const { return barrier(Config::kStages + stage); }
   __device__ uint32_t dout_full(int stage) const { return barrier(2 * Config::kStages + stage); }
   __device__ uint32_t dout_empty(int stage) const { return barrier(3 * Config::kStages + stage); }
-  __device__ uint32_t k_full() const { return barrier(4 * Config::kStages); }
-  __device__ uint32_t v_full() const { return barrier(4 * Config::kStages + 1); }
-  __device__ uint32_t kv_empty() const { return barrier(4 * Config::kStages + 2); }
-  __device__ uint32_t tail(int warp) const { return barrier(4 * Config::kStages + 3 + warp); }
+  __device__ uint32_t k_full(int stage) const { return kv_barrier(0, stage); }
+  __device__ uint32_t v_full(int stage) const { return kv_barrier(1, stage); }
+  __device__ uint32_t kv_empty(int stage) const { return kv_barrier(2, stage); }
+  __device__ uint32_t tail(int warp) const { return kv_barrier(3, warp); }
 
  private:
   __device__ uint32_t barrier(int index) const { return base + Config::kBarriers + 8 * index; }
+  __device__ uint32_t kv_barrier(int kind, int stage) const {
+    return barrier(4 * Config::kStages + kind * Config::kKvStages + stage);
+  }
   __device__ int out_row(int consumer, int warp) const {
     return (Config::kByKeys ? 64 * consumer : 0) + 16 * warp;
   }
@@ -202,11 +219,13 @@ __device__ __forceinline__ void for_each_tile(const BackwardSchedule& schedule, 
                                               F f) {
 #pragma unroll 1
   for (int index = blockIdx.x; index < schedule.num_items; index += gridDim.x) {
-    const bool by_length = schedule.by_length;
-    const int divisor = by_length ? schedule.num_items / schedule.items : schedule.items;
-    const int quotient = static_cast<unsigned>(index) / divisor, rest = index - quotient * divisor;
-    const int all_heads = by_length ? rest : quotient, first = by_length ? quotient : rest;
-    const int last = schedule.n_blocks - 1 - first;
+    const int section_items = schedule.section_heads * schedule.items;
+    const int section = static_cast<unsigned>(index) / section_items,
+              in_section = index - section * section_items;
+    const int first_head = section * schedule.section_heads;
+    const int heads = min(schedule.section_heads, schedule.num_items / schedule.items - first_head);
+    const int first = static_cast<unsigned>(in_section) / heads, last = schedule.n_blocks - 1 - first;
+    const int all_heads = first_head + in_section - first * heads;
     const int batch = static_cast<unsigned>(all_heads) / schedule.num_kv_heads;
     const int kv_head = all_heads - batch * schedule.num_kv_heads;
     const bool is_pair = schedule.items < schedule.n_blocks && first < last;
@@ -224,17 +243,19 @@ struct BackwardLoader {
   const BackwardArguments& arguments;
   BackwardShared<Config> shared;
   RingPlace<Config::kStages> place;
-  uint32_t kv_parity = 0, tail_parity = 0;
+  RingPlace<Config::kKvStages> kv_place;
+  uint32_t tail_parity = 0;
 
   template <bool kIsQueries>
   __device__ __forceinline__ void load_rows(const BackwardTileWork<Config>& work) {
     constexpr int kBlockM = Config::kBlockM;
     using Loader = TileLoader<Config::kChunks>;
     const BackwardParams& params = arguments.params;
-    ptx::barrier_wait(shared.kv_empty(), kv_parity ^ 1);
-    kv_parity ^= 1;
+    const int kv_stage = kv_place.stage;
+    ptx::barrier_wait(shared.kv_empty(kv_stage), kv_place.parity ^ 1);
+    kv_place.advance();
     __syncwarp();
-    const uint32_t full_kv = kIsQueries ? shared.k_full() : shared.v_full();
+    const uint32_t full_kv = kIsQueries ? shared.k_full(kv_stage) : shared.v_full(kv_stage);
     if (work.m_blocks == 0) {
       // Consumers wait all the same: one that went ahead would free k and v twice before this warp looks.
       if (ptx::elect_one()) ptx::barrier_arrive(full_kv);
@@ -248,8 +269,8 @@ struct BackwardLoader {
                 ptx::kEvictFirst,
                 tail,
                 tail_parity};
-    keys.template load<Config::kBlockN>(kIsQueries ? shared.sK(0) : shared.sV(0), full_kv, work.kv_head,
-                                        work.n_start);
+    keys.template load<Config::kBlockN>(kIsQueries ? shared.sK(kv_stage, 0) : shared.sV(kv_stage, 0), full_kv,
+                                        work.kv_head, work.n_start);
     Loader rows{kIsQueries ? arguments.tQ : arguments.tDout,
                 work.batch,
                 work.mask.q_length,
@@ -285,33 +306,30 @@ struct BackwardLoader {
     tail_parity = rows.tail_parity;
   }
 
-  // Half a warp reads lse, the other half delta, while the buffer is still in use.
   __device__ __forceinline__ void load_stats(const BackwardTileWork<Config>& work) {
-    constexpr int kVectors = Config::kBlockM / 64;  // of a lane
+    constexpr int kBytes = 4 * Config::kBlockM;
     const BackwardParams& params = arguments.params;
-    const bool is_delta = lane_id() >= 16;
-    const uint32_t first = lane_id() % 16 * 16;  // byte of each 64 rows
-    const int64_t length = stats_length(params.seqlen_q);
-    const int64_t head0 = int64_t{work.batch} * params.num_heads + work.kv_head * arguments.group;
-    const float* head =
-        (is_delta ? params.delta : params.lse_log2) + head0 * length + work.m_begin + first / 4;
+    const int group = arguments.group;
+    if (ptx::elect_one()) {
+      RingPlace<Config::kStages> at = place;
 #pragma unroll 1
-    for (int i = 0; i < arguments.group; ++i, head += length) {
+      for (int i = 0; i < group; ++i) {
+        const int64_t head = int64_t{work.batch} * params.num_heads + work.kv_head * group + i;
+        int64_t row = head * stats_length(params.seqlen_q) + work.m_begin;
 #pragma unroll 1
-      for (int m = 0; m < work.m_blocks; ++m) {
-        float rows[kVectors][4];
-#pragma unroll
-        for (int j = 0; j < kVectors; ++j) ptx::load_global_x4(rows[j], head + m * Config::kBlockM + 64 * j);
-        ptx::barrier_wait(shared.q_empty(place.stage), place.parity ^ 1);
-        __syncwarp();
-        const uint32_t to = (is_delta ? shared.sDelta(place.stage) : shared.sLse(place.stage)) + first;
-#pragma unroll
-        for (int j = 0; j < kVectors; ++j) ptx::store_shared_x4(to + 256 * j, rows[j]);
-        __syncwarp();
-        if (lane_id() == 0) ptx::barrier_arrive(shared.q_full(place.stage));
-        place.advance();
+        for (int blocks = work.m_blocks; blocks > 0; --blocks) {
+          const uint32_t full = shared.q_full(at.stage);
+          ptx::barrier_wait(shared.q_empty(at.stage), at.parity ^ 1);
+          ptx::barrier_arrive_expect(full, 2 * kBytes);
+          ptx::bulk_load(shared.sLse(at.stage), params.lse_log2 + row, kBytes, full);
+          ptx::bulk_load(shared.sDelta(at.stage), params.delta + row, kBytes, full);
+          row += Config::kBlockM;
+          at.advance();
+        }
       }
     }
+    __syncwarp();
+    place.advance(work.m_blocks * group);
   }
 
  private:
@@ -348,7 +366,7 @@ struct BackwardConsumer {
   int warp = uniform(threadIdx.x / 32 % 4);  // of the consumer
   RingPlace<Config::kStages> place;
   int ds_stage = 0;
-  uint32_t kv_parity = 0;
+  RingPlace<Config::kKvStages> kv_place;
   bool is_first = false;  // is this the first block after a tile was written out?
   Sum dk, dv;
 
@@ -359,17 +377,16 @@ struct BackwardConsumer {
   __device__ __forceinline__ void run(const BackwardTileWork<Config>& work) {
     clear(dk);
     clear(dv);
-    ptx::barrier_wait(shared.k_full(), kv_parity);
-    ptx::barrier_wait(shared.v_full(), kv_parity);
-    kv_parity ^= 1;
+    ptx::barrier_wait(shared.k_full(kv_place.stage), kv_place.parity);
+    ptx::barrier_wait(shared.v_full(kv_place.stage), kv_place.parity);
     const int group = arguments.group, m_end = work.m_begin + work.m_blocks * kBlockM;
 #pragma unroll 1
     for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
 #pragma unroll 1
       for (int m_start = work.m_begin; m_start < m_end; m_start += kBlockM) block(work, head, m_start);
     }
-    if (Config::kWithDq) release(shared.kv_empty());
     write_out(work);
+    kv_place.advance();
     is_first = true;
   }
 
@@ -387,9 +404,11 @@ struct BackwardConsumer {
     const uint32_t sQ = shared.sQ(stage), sDout = shared.sDout(stage);
     Scores scores, ds;
     ptx::barrier_wait(shared.q_full(stage), place.parity);
-    issue_scores(scores, uniform(shared.sK(key_row())), uniform(sQ + query_row() * kChunkRowBytes));
+    issue_scores(scores, uniform(shared.sK(kv_place.stage, key_row())),
+                 uniform(sQ + query_row() * kChunkRowBytes));
     ptx::barrier_wait(shared.dout_full(stage), place.parity);
-    issue_scores(ds, uniform(shared.sV(key_row())), uniform(sDout + query_row() * kChunkRowBytes));
+    issue_scores(ds, uniform(shared.sV(kv_place.stage, key_row())),
+                 uniform(sDout + query_row() * kChunkRowBytes));
 
     // ---- p = exp(q k^T - lse) ----
     const bool is_whole = work.mask.covers(m_start + query_row(), kQueries, work.n_start + key_row(), 64);
@@ -445,7 +464,13 @@ struct BackwardConsumer {
         store_ds(ds_operand);
       }
       issue_gradient(dv, p, shared.sP(ds_stage), sDout);
-      if constexpr (Config::kWithDq) exchange();
+      // Lse and delta, which q's place includes, were read by ordinary loads: one thread can only speak for
+      // all behind a barrier.
+      if constexpr (Config::kWithDq) {
+        exchange();
+      } else {
+        ptx::named_barrier_wait(3 + consumer, 128);
+      }
     } else {
       store_transposed(p, shared.sP(ds_stage));
       store_transposed(ds_operand, shared.sDs(ds_stage));
@@ -470,9 +495,7 @@ struct BackwardConsumer {
     }
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(dk[0]);
-    // Lse and delta were read by ordinary loads, so each warp speaks for itself.
-    __syncwarp();
-    if (lane_id() == 0) ptx::barrier_arrive(shared.q_empty(stage));
+    release(shared.q_empty(stage));
     place.advance();
     ds_stage ^= 1;
   }
@@ -557,8 +580,8 @@ struct BackwardConsumer {
   __device__ __forceinline__ void issue_dq(Dq& dq) {
     const int row = Config::kDqByRows ? 64 * consumer : 0, column = dq_column();
     const uint32_t sDs = uniform(shared.sDs(ds_stage) + row * kChunkRowBytes);
-    const uint32_t sK =
-        uniform(shared.sK(0) + column / kChunkColumns * Config::kKvChunkBytes + column % kChunkColumns * 2);
+    const uint32_t sK = uniform(shared.sK(kv_place.stage, 0) +
+                                column / kChunkColumns * Config::kKvChunkBytes + column % kChunkColumns * 2);
     issue_sum<Arithmetic, kBlockN, /*kAccumulate=*/false>(dq, sDs, Config::kQChunkBytes, sK,
                                                           Config::kKvChunkBytes);
   }
@@ -586,6 +609,7 @@ struct BackwardConsumer {
 
   __device__ __forceinline__ void write_out(const BackwardTileWork<Config>& work) {
     ptx::named_barrier_wait(1, 256);  // dq needs all of k and ds
+    if (Config::kWithDq) release(shared.kv_empty(kv_place.stage));
     const BackwardParams& params = arguments.params;
     const int row0 = work.n_start + warp_row();
     for_each_accumulator(dk, [&](int, int h, int nt, int c) {
@@ -593,7 +617,8 @@ struct BackwardConsumer {
         dk[0][nt][2 * h + c] = dv[0][nt][2 * h + c] = 0;
     });
     const int chunk0 = kByKeys ? 0 : consumer * (Config::kChunks / 2);
-    const uint32_t sDk = shared.sDk(consumer, warp), sDv = shared.sDv(consumer, warp);
+    const uint32_t sDk = shared.sDk(kv_place.stage, consumer, warp),
+                   sDv = shared.sDv(kv_place.stage, consumer, warp);
     if (Config::kWithDq && ptx::elect_one()) ptx::tensor_store_wait_read();  // dq has left its buffer
     __syncwarp();
     store_rows<Arithmetic>(dk, {arguments.logit.scale, arguments.logit.scale}, sDk, Config::kOutPitch);
@@ -615,7 +640,7 @@ struct BackwardConsumer {
     }
     if (!Config::kWithDq && ptx::elect_one()) {
       ptx::tensor_store_wait_read();
-      ptx::barrier_arrive(shared.kv_empty());
+      ptx::barrier_arrive(shared.kv_empty(kv_place.stage));
     }
   }
 };
@@ -629,13 +654,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Config::kStages; ++stage) {
       ptx::barrier_init(shared.q_full(stage), 2);  // q; lse and delta
-      ptx::barrier_init(shared.q_empty(stage), 4 * Config::kConsumers);
+      ptx::barrier_init(shared.q_empty(stage), Config::kConsumers);
       ptx::barrier_init(shared.dout_full(stage), 1);
       ptx::barrier_init(shared.dout_empty(stage), Config::kConsumers);
     }
-    ptx::barrier_init(shared.k_full(), 1);
-    ptx::barrier_init(shared.v_full(), 1);
-    ptx::barrier_init(shared.kv_empty(), (Config::kWithDq ? 1 : 4) * Config::kConsumers);
+    for (int stage = 0; stage < Config::kKvStages; ++stage) {
+      ptx::barrier_init(shared.k_full(stage), 1);
+      ptx::barrier_init(shared.v_full(stage), 1);
+      ptx::barrier_init(shared.kv_empty(stage), (Config::kWithDq ? 1 : 4) * Config::kConsumers);
+    }
     ptx::barrier_init(shared.tail(0), 1);
     ptx::barrier_init(shared.tail(1), 1);
     ptx::barrier_init_fence();

@@ -4,8 +4,8 @@
 // A block has a warpgroup of producers and kConsumers that compute, 64 rows of a tile each, and stays for the
 // whole launch (schedule.cuh). A consumer issues the scores of the next block of keys together with the
 // product p v of the last one, and works out the softmax of the new scores while p v still runs. With the
-// last p v of a tile it issues the first scores of the next tile. Consumers take turns at issuing products,
-// so that one's softmax falls into the others' products.
+// last p v of a tile it issues the first scores of the next tile. With some tiles, consumers take turns at
+// issuing products, so that one's softmax falls into the others' products.
 #pragma once
 
 #include <cuda.h>
@@ -327,9 +327,12 @@ struct ForwardConsumer {
  private:
   // ---- Turns and buffers ----
 
-  __device__ __forceinline__ void take_turn() { ptx::named_barrier_wait(1 + consumer, 256); }
+  __device__ __forceinline__ void take_turn() {
+    if constexpr (Config::kTile.turns) ptx::named_barrier_wait(1 + consumer, 256);
+  }
   __device__ __forceinline__ void pass_turn() {
-    ptx::named_barrier_arrive(1 + (consumer == kConsumers - 1 ? 0 : consumer + 1), 256);
+    if constexpr (Config::kTile.turns)
+      ptx::named_barrier_arrive(1 + (consumer == kConsumers - 1 ? 0 : consumer + 1), 256);
   }
   __device__ __forceinline__ void wait_group() { ptx::named_barrier_wait(1 + kConsumers + consumer, 128); }
 
@@ -369,12 +372,12 @@ struct ForwardConsumer {
   __device__ __forceinline__ void skip(int count) {
 #pragma unroll 1
     for (int i = uniform(count); i > 0; --i) {
-      __syncwarp();  // or a lane might miss a phase
+      ptx::barrier_wait(shared.k_full(kv_place.stage), kv_place.parity);
       take_turn();
       pass_turn();
-      ptx::barrier_wait(shared.k_full(kv_place.stage), kv_place.parity);
-      release(shared.k_empty(kv_place.stage));
       ptx::barrier_wait(shared.v_full(kv_place.stage), kv_place.parity);
+      wait_group();  // there is no product that waits for all warps: a late one might miss the phases
+      release(shared.k_empty(kv_place.stage));
       release(shared.v_empty(kv_place.stage));
       kv_place.advance();
     }
@@ -473,17 +476,25 @@ struct ForwardConsumer {
     release_tile();
     if constexpr (Config::kRescaleLate) rescale_out();
 
+    // The last values stay in their buffer meanwhile: there must be another one for each block that is
+    // skipped.
     bool is_joint = false;
-    const bool may_join = Config::kQStages > 1 && !is_empty && to_skip == 0;
+    int next_to_skip = 0;
+    const bool may_join = Config::kQStages > 1 && !is_empty && to_skip < Config::kStages;
     if (may_join) {
       has_tile = read_tile();
-      is_joint = has_tile && !blocks.is_empty() && blocks.end == uniform(tile().blocks.end);
+      next_to_skip = has_tile ? uniform(tile().blocks.end) - blocks.end : 0;
+      is_joint = has_tile && !blocks.is_empty() && to_skip + next_to_skip < Config::kStages;
     }
     float scores[1][Config::kBlockN / 8][4];
     if (is_joint) {
-      joint_products(scores);
-    } else if (!is_empty) {
-      last_values();
+      const RingPlace<Config::kStages> v_place = kv_place;
+      kv_place.advance();
+      skip(to_skip + next_to_skip);
+      joint_products(scores, v_place);
+    } else {
+      if (!is_empty) last_values();
+      skip(to_skip);  // before this consumer's rows leave: the others wait for its turns
     }
     // out takes q's place: a product reads q for all warps, so all must be done with it.
     if constexpr (!Config::kTile.out_buffer) wait_group();
@@ -497,17 +508,13 @@ struct ForwardConsumer {
       if (lane_id() == 0) ptx::tensor_store_wait_read();
       release_q(q_stage);
     }
-    if (!may_join) {
-      skip(to_skip);
-      has_tile = read_tile();
-    }
+    if (!may_join) has_tile = read_tile();
     return is_joint;
   }
 
   // The next tile's first scores and this tile's last p v.
-  __device__ __forceinline__ void joint_products(float (&scores)[1][Config::kBlockN / 8][4]) {
-    const RingPlace<Config::kStages> v_place = kv_place;
-    kv_place.advance();
+  __device__ __forceinline__ void joint_products(float (&scores)[1][Config::kBlockN / 8][4],
+                                                 RingPlace<Config::kStages> v_place) {
     ptx::barrier_wait(shared.q_full(q_place.stage, consumer), q_place.parity);
     ptx::barrier_wait(shared.k_full(kv_place.stage), kv_place.parity);
     sQ = uniform(shared.sQ(q_place.stage, 64 * consumer));
@@ -646,18 +653,14 @@ template <class Arithmetic, int kHeadDim>
 cudaError_t forward(const ForwardParams& params, const LaunchContext& context) {
   if (!is_served(params, context)) return kNotServed;
   const bool transform = LogitScale(params.options).transform != LogitScale::kNone;
-  auto launch_tile = [&]<bool kLong>() {
-    // The largest head dim's long tile has no registers left to transform scores in.
-    constexpr ForwardTile kTile = forward_tile(kHeadDim, kLong);
-    constexpr ForwardTile kTransformTile = forward_tile(kHeadDim, kLong && kHeadDim <= 128);
-    return transform
-               ? launch_forward<ForwardConfig<Arithmetic, kHeadDim, kTransformTile, true>>(params, context)
-               : launch_forward<ForwardConfig<Arithmetic, kHeadDim, kTile, false>>(params, context);
-  };
+  // The long tiles have no registers left to transform scores in.
+  constexpr ForwardTile kShort = forward_tile(kHeadDim, false), kLong = forward_tile(kHeadDim, true);
+  if (transform) return launch_forward<ForwardConfig<Arithmetic, kHeadDim, kShort, true>>(params, context);
   const bool use_long = context.forced_tile < 0
-                            ? is_long(kHeadDim, params.seqlen_q, params.seqlen_kv, params.options.is_causal)
+                            ? is_long(kHeadDim, most_keys(params), params.options.is_causal)
                             : context.forced_tile == 1;
-  return use_long ? launch_tile.template operator()<true>() : launch_tile.template operator()<false>();
+  return use_long ? launch_forward<ForwardConfig<Arithmetic, kHeadDim, kLong, false>>(params, context)
+                  : launch_forward<ForwardConfig<Arithmetic, kHeadDim, kShort, false>>(params, context);
 }
 
 }  // namespace jax_flash::cuda::sm90
