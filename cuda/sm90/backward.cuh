@@ -464,13 +464,7 @@ struct BackwardConsumer {
         store_ds(ds_operand);
       }
       issue_gradient(dv, p, shared.sP(ds_stage), sDout);
-      // Lse and delta, which q's place includes, were read by ordinary loads: one thread can only speak for
-      // all behind a barrier.
-      if constexpr (Config::kWithDq) {
-        exchange();
-      } else {
-        ptx::named_barrier_wait(3 + consumer, 128);
-      }
+      if constexpr (Config::kWithDq) exchange();
     } else {
       store_transposed(p, shared.sP(ds_stage));
       store_transposed(ds_operand, shared.sDs(ds_stage));
@@ -495,7 +489,8 @@ struct BackwardConsumer {
     }
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(dk[0]);
-    release(shared.q_empty(stage));
+    // Lse and delta were read by ordinary loads, so each thread speaks for itself.
+    ptx::barrier_arrive(shared.q_empty(stage));
     place.advance();
     ds_stage ^= 1;
   }
@@ -654,7 +649,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Config::kStages; ++stage) {
       ptx::barrier_init(shared.q_full(stage), 2);  // q; lse and delta
-      ptx::barrier_init(shared.q_empty(stage), Config::kConsumers);
+      ptx::barrier_init(shared.q_empty(stage), 128 * Config::kConsumers);
       ptx::barrier_init(shared.dout_full(stage), 1);
       ptx::barrier_init(shared.dout_empty(stage), Config::kConsumers);
     }
