@@ -90,7 +90,7 @@ struct ForwardTile {
   int block_n;      // key rows
   int stages;       // buffers of block_n keys, and as many of values
   int q_stages;     // buffers of queries; with two, the next tile begins while this one ends
-  bool out_buffer;  // has out a buffer of its own, or does it take the place of the queries?
+  int out_columns;  // of out's buffer; 0: out takes the place of the queries
   bool turns;       // do consumers issue products in turn?
 };
 
@@ -100,21 +100,20 @@ struct ForwardTile {
 // are two tiles for some head dims.
 constexpr ForwardTile forward_tile(int head_dim, bool is_long) {
   if (head_dim <= 64) {
-    return is_long ? ForwardTile{3, 128, 3, 2, true, true}  // 168 KB
-                   : ForwardTile{4, 64, 4, 2, true, true};  // 192 KB
+    return is_long ? ForwardTile{3, 128, 3, 2, 64, true}  // 168 KB
+                   : ForwardTile{4, 64, 4, 2, 64, true};  // 192 KB
   }
   if (head_dim <= 128) {
-    return is_long ? ForwardTile{3, 80, 3, 2, false, true}    // 216 KB
-                   : ForwardTile{3, 64, 4, 2, false, false};  // 224 KB
+    return is_long ? ForwardTile{3, 80, 3, 2, 0, true}    // 216 KB
+                   : ForwardTile{3, 64, 4, 2, 0, false};  // 224 KB
   }
-  if (head_dim <= 192) return {2, 64, 2, 2, false, true};  // 192 KB
-  return is_long ? ForwardTile{2, 80, 2, 1, false, true}   // 224 KB
-                 : ForwardTile{2, 64, 2, 1, false, true};  // 192 KB
+  if (head_dim <= 192) return {2, 64, 2, 2, 0, true};  // 192 KB
+  return {2, 64, 2, 1, 128, true};                     // 224 KB
 }
 
 // Which of the two; measured, with `keys` that a row sees at most.
 constexpr bool is_long(int head_dim, int64_t keys, bool is_causal) {
-  return keys >= 8192 && (!is_causal || (64 < head_dim && head_dim <= 128));
+  return keys >= 8192 && (!is_causal || head_dim > 64);
 }
 
 struct BackwardTile {

@@ -71,7 +71,11 @@ struct ForwardConfig {
   static constexpr int kQChunkBytes = kBlockM * kChunkRowBytes, kKvChunkBytes = kBlockN * kChunkRowBytes;
   static constexpr int kQBytes = kChunks * kQChunkBytes, kKvBytes = kChunks * kKvChunkBytes;
   static constexpr int kK = kQStages * kQBytes, kV = kK + kStages * kKvBytes, kOut = kV + kStages * kKvBytes;
-  static constexpr int kTiles = kOut + (kTile.out_buffer ? kQBytes : 0);
+  // Out leaves in so many columns at a time, from a buffer of its own or from the place of the queries.
+  static constexpr bool kOutBuffer = kTile.out_columns > 0;
+  static constexpr int kOutColumns = kOutBuffer ? std::min(kTile.out_columns, kHeadDim) : kHeadDim;
+  static constexpr int kTiles = kOut + kQChunkBytes * ceil_div(kTile.out_columns, kChunkColumns);
+  static_assert(kHeadDim % kOutColumns == 0);
   static constexpr int kTileStages = 2;
   static constexpr int kBarriers = kTiles + kTileStages * int{sizeof(Tile)};
   static constexpr int kNumBarriers = 2 * (kQStages * kConsumers + 2 * kStages + kTileStages) + 2;
@@ -95,9 +99,9 @@ struct ForwardShared {
   }
   __device__ uint32_t sK(int stage) const { return base + Config::kK + stage * Config::kKvBytes; }
   __device__ uint32_t sV(int stage) const { return base + Config::kV + stage * Config::kKvBytes; }
-  // out [kBlockM, kHeadDim] has a buffer of its own or takes the place of q.
+  // out [kBlockM, kOutColumns] has a buffer of its own or takes the place of q.
   __device__ uint32_t sOut(int q_stage, int row) const {
-    return Config::kTile.out_buffer ? base + Config::kOut + row * kChunkRowBytes : sQ(q_stage, row);
+    return Config::kOutBuffer ? base + Config::kOut + row * kChunkRowBytes : sQ(q_stage, row);
   }
   __device__ Tile& tile(int stage) const { return reinterpret_cast<Tile*>(start + Config::kTiles)[stage]; }
 
@@ -472,7 +476,7 @@ struct ForwardConsumer {
     if (is_empty) ptx::barrier_wait(shared.q_full(q_place.stage, consumer), q_place.parity);
     const int q_stage = q_place.stage;
     q_place.advance();
-    if constexpr (Config::kTile.out_buffer) release_q(q_stage);
+    if constexpr (Config::kOutBuffer) release_q(q_stage);
     release_tile();
     if constexpr (Config::kRescaleLate) rescale_out();
 
@@ -497,14 +501,14 @@ struct ForwardConsumer {
       skip(to_skip);  // before this consumer's rows leave: the others wait for its turns
     }
     // out takes q's place: a product reads q for all warps, so all must be done with it.
-    if constexpr (!Config::kTile.out_buffer) wait_group();
+    if constexpr (!Config::kOutBuffer) wait_group();
     write_out(m_start, head, batch, q_stage);
     if (is_joint) {
       begin_rows();
       soften</*kMasked=*/true>(scores, blocks.end - 1);
       keep_probabilities(scores);
     }
-    if constexpr (!Config::kTile.out_buffer) {
+    if constexpr (!Config::kOutBuffer) {
       if (lane_id() == 0) ptx::tensor_store_wait_read();
       release_q(q_stage);
     }
@@ -563,21 +567,24 @@ struct ForwardConsumer {
         if (hidden[h]) out[0][nt][2 * h + c] = 0;
       });
     }
-    if (lane_id() == 0) ptx::tensor_store_wait_read();  // the store before has left the buffer
-    __syncwarp();
     const uint32_t sOut = shared.sOut(q_stage, warp_row());
-    store_rows<Arithmetic>(out, normalizer, sOut, Config::kQChunkBytes);
-    ptx::async_proxy_fence();
-    __syncwarp();
-    if (lane_id() == 0 && row0 < seqlen_q) {
 #pragma unroll
-      for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
-        if (chunk * kChunkColumns < params.head_dim_v) {
-          ptx::tensor_store(arguments.tOut, sOut + chunk * Config::kQChunkBytes, chunk * kChunkColumns, head,
-                            row0, batch);
+    for (int column = 0; column < kHeadDim; column += Config::kOutColumns) {
+      if (lane_id() == 0) ptx::tensor_store_wait_read();  // the store before has left the buffer
+      __syncwarp();
+      store_rows<Arithmetic, Config::kOutColumns>(out, column, normalizer, sOut, Config::kQChunkBytes);
+      ptx::async_proxy_fence();
+      __syncwarp();
+      if (lane_id() == 0 && row0 < seqlen_q) {
+#pragma unroll
+        for (int from = 0; from < Config::kOutColumns; from += kChunkColumns) {
+          if (column + from < params.head_dim_v) {
+            ptx::tensor_store(arguments.tOut, sOut + from / kChunkColumns * Config::kQChunkBytes,
+                              column + from, head, row0, batch);
+          }
         }
+        ptx::tensor_store_commit();
       }
-      ptx::tensor_store_commit();
     }
   }
 };

@@ -15,21 +15,29 @@ __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
   return row * kChunkRowBytes + (piece ^ row % 8) * 16;
 }
 
-// 16 rows in 16 bits, rows of h multiplied by factor[h], to tiles of 64 columns, `pitch` bytes apart.
-template <class Arithmetic, int kTiles>
-__device__ __forceinline__ void store_rows(const float (&acc)[1][kTiles][4], const float (&factor)[2],
-                                           uint32_t shared, int pitch) {
+// 16 rows in 16 bits, rows of h multiplied by factor[h], to tiles of 64 columns, `pitch` bytes apart. Of acc,
+// kColumns from `column` on.
+template <class Arithmetic, int kColumns, int kTiles>
+__device__ __forceinline__ void store_rows(const float (&acc)[1][kTiles][4], int column,
+                                           const float (&factor)[2], uint32_t shared, int pitch) {
 #pragma unroll
-  for (int i = 0; i < kTiles / 2; ++i) {
+  for (int i = 0; i < kColumns / 16; ++i) {
     uint32_t values[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float (&tile)[4] = acc[0][2 * i + j / 2];
+      const float (&tile)[4] = acc[0][column / 8 + 2 * i + j / 2];
       values[j] = pack<Arithmetic>(tile[j % 2 * 2] * factor[j % 2], tile[j % 2 * 2 + 1] * factor[j % 2]);
     }
     ptx::store_matrix_x4(shared + i / 4 * pitch + swizzled(lane_id() % 16, 2 * (i % 4) + lane_id() / 16),
                          values);
   }
+}
+
+// The same of all columns.
+template <class Arithmetic, int kTiles>
+__device__ __forceinline__ void store_rows(const float (&acc)[1][kTiles][4], const float (&factor)[2],
+                                           uint32_t shared, int pitch) {
+  store_rows<Arithmetic, 8 * kTiles>(acc, 0, factor, shared, pitch);
 }
 
 }  // namespace jax_flash::cuda::sm90
