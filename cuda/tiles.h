@@ -101,7 +101,7 @@ struct ForwardTile {
 constexpr ForwardTile forward_tile(int head_dim, bool is_long) {
   if (head_dim <= 64) {
     return is_long ? ForwardTile{3, 128, 3, 2, 64, true}  // 168 KB
-                   : ForwardTile{4, 64, 4, 2, 64, true};  // 192 KB
+                   : ForwardTile{4, 64, 4, 2, 64, true};  // 160 KB
   }
   if (head_dim <= 128) {
     return is_long ? ForwardTile{3, 80, 3, 2, 0, true}    // 216 KB
@@ -126,7 +126,7 @@ struct BackwardTile {
 // gradients block_m, and a transform of scores some more. Head dims over 128 keep 64 keys in all, and half of
 // the columns and of the queries each.
 constexpr BackwardTile backward_tile(int head_dim, bool transform) {
-  if (head_dim <= 64) return transform ? BackwardTile{64, 2, 2} : BackwardTile{128, 2, 2};  // 147, 226 KB
+  if (head_dim <= 64) return transform ? BackwardTile{64, 2, 2} : BackwardTile{128, 2, 2};  // 145, 226 KB
   return {64, 2, 1};                                                                        // 193, 225 KB
 }
 
