@@ -74,6 +74,12 @@ void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, i
   const KeyRows v(static_cast<const Storage*>(params.v), params, batch, kv_head, head_dim_v);
   const GroupRows out(static_cast<Storage*>(params.out), params, batch, kv_head, head_dim_v);
   const GroupRows lse(static_cast<T*>(params.lse), params, batch, kv_head, 1);
+  const T infinity = std::numeric_limits<T>::infinity();
+  const T* sinks = static_cast<const T*>(params.sinks);
+  const auto sink = [&](int64_t row) {
+    const int64_t head = kv_head * q.group + row % q.group;
+    return sinks ? sinks[batch * params.num_heads + head] : -infinity;
+  };
 
   const Mask mask(params, batch);
   const int64_t block_first = block * kForwardM;
@@ -88,8 +94,9 @@ void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, i
     Transpose(scratch.q, head_dim, lanes_end, head_dim, scratch.q_t, kForwardM);
     Zero(scratch.out, kForwardM * width_v);
     for (int64_t row = 0; row < kForwardM; ++row) {
-      scratch.max[row] = -std::numeric_limits<T>::infinity();
-      scratch.sum[row] = 0;
+      // A sink is a key that comes first and has no value.
+      scratch.max[row] = sink(block_first + row);
+      scratch.sum[row] = scratch.max[row] == -infinity ? 0 : 1;
     }
     const Range first_keys = mask.KeysOf(block_first / q.group);
     const Range last_keys = mask.KeysOf((block_first + rows - 1) / q.group);
@@ -133,12 +140,13 @@ void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, i
     }
   }
 
-  // ---- Store out and lse; rows that see no key get 0 and -inf ----
+  // ---- Store out and lse; rows that see no key get 0 and their sink ----
   for (int64_t row = 0; row < block_end - block_first; ++row) {
-    const bool empty = row >= rows || scratch.sum[row] == 0;
+    const bool empty =
+        row >= rows || scratch.sum[row] == 0 || mask.KeysOf((block_first + row) / q.group).empty();
     if (empty) {
       ZeroRow(out.Row(block_first + row), head_dim_v);
-      *lse.Row(block_first + row) = -std::numeric_limits<T>::infinity();
+      *lse.Row(block_first + row) = sink(block_first + row);
     } else {
       StoreRow(out.Row(block_first + row), scratch.out + row * width_v, 1 / scratch.sum[row], head_dim_v);
       *lse.Row(block_first + row) = scratch.max[row] + std::log(scratch.sum[row]);

@@ -223,11 +223,15 @@ inline bool TakeName(std::string_view& names, std::string_view name) {
   return true;
 }
 
-inline ffi::Error ReadOptionalOperands(CallReader& call, std::string_view names, AttentionParams* params) {
-#define OPERAND(type, name)                                                                   \
-  params->name = nullptr;                                                                     \
-  if (TakeName(names, #name)) {                                                               \
-    RETURN_IF_ERROR(call.TakeArg(#name, ffi::DataType::S32, {params->batch}, &params->name)); \
+// `dtype` is that of q.
+inline ffi::Error ReadOptionalOperands(CallReader& call, std::string_view names, ffi::DataType dtype,
+                                       AttentionParams* params) {
+  const ffi::DataType S32 = ffi::DataType::S32, LSE = LseType(dtype);
+  const int64_t B = params->batch, N = params->num_heads;
+#define OPERAND(type, name, operand_dtype, ...)                                            \
+  params->name = nullptr;                                                                  \
+  if (TakeName(names, #name)) {                                                            \
+    RETURN_IF_ERROR(call.TakeArg(#name, operand_dtype, Dims(__VA_ARGS__), &params->name)); \
   }
 #include "operands.def"
 #undef OPERAND
@@ -249,7 +253,7 @@ inline ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets result
   RETURN_IF_ERROR(ReadOptions(attributes, &params->options));
   RETURN_IF_ERROR(ReadAttribute(attributes, "operands", &operands));
   RETURN_IF_ERROR(ReadOperands(call, &dtype, params));
-  RETURN_IF_ERROR(ReadOptionalOperands(call, operands, params));
+  RETURN_IF_ERROR(ReadOptionalOperands(call, operands, dtype, params));
   const auto [B, T, N] = std::array{params->batch, params->seqlen_q, params->num_heads};
   RETURN_IF_ERROR(call.TakeResult("out", dtype, {B, T, N, params->head_dim_v}, &params->out));
   RETURN_IF_ERROR(call.TakeResult("lse", LseType(dtype), {B, T, N}, &params->lse));
@@ -278,7 +282,7 @@ inline ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets resul
   if (TakeName(operands, "dlse")) {
     RETURN_IF_ERROR(call.TakeArg("dlse", LseType(dtype), {B, T, N}, &params->dlse));
   }
-  RETURN_IF_ERROR(ReadOptionalOperands(call, operands, params));
+  RETURN_IF_ERROR(ReadOptionalOperands(call, operands, dtype, params));
 
   RETURN_IF_ERROR(call.TakeResult("dq", dtype, {B, T, N, H}, &params->dq));
   RETURN_IF_ERROR(call.TakeResult("dk", dtype, {B, S, K, H}, &params->dk));

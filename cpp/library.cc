@@ -22,7 +22,7 @@ const Names kOptionNames = {
 };
 
 const Names kOperandNames = {
-#define OPERAND(type, name) #name,
+#define OPERAND(type, name, ...) #name,
 #include "operands.def"
 #undef OPERAND
 };

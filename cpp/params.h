@@ -33,7 +33,7 @@ struct AttentionParams {
   const void* v;  // [B, S, K, Hv]
 
   // Optional operands: null when absent.
-#define OPERAND(type, name) const type* name;
+#define OPERAND(type, name, ...) const type* name;
 #include "operands.def"
 #undef OPERAND
 };

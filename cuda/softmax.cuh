@@ -64,6 +64,19 @@ __device__ __forceinline__ void transform_scores(float (&scores)[kMTiles][kNTile
   });
 }
 
+// The sink of a head times log2(e); -inf where it has none.
+__device__ __forceinline__ float sink_log2(const AttentionParams& params, int batch, int head) {
+  const float* sinks = static_cast<const float*>(params.sinks);  // [B, N]
+  return sinks ? sinks[int64_t{batch} * params.num_heads + head] * kLog2e : -INFINITY;
+}
+
+// What is known of a row when all its keys have been seen.
+struct RowEnd {
+  float lse;
+  float normalizer;  // what the row's sum of p v is to be multiplied by
+  bool is_empty;     // it has seen no key
+};
+
 // The running maximum and sum of each row that a lane holds a part of.
 template <int kMTiles>
 struct OnlineSoftmax {
@@ -172,14 +185,20 @@ struct OnlineSoftmax {
     for_each_accumulator(out, [&](int mt, int h, int nt, int c) { out[mt][nt][2 * h + c] *= factor[mt][h]; });
   }
 
-  // Adds up the lanes' sums. Returns the row's lse and sets `normalizer` to what its sum of p v is to be
-  // multiplied by.
-  __device__ __forceinline__ float finish(int mt, int h, float* normalizer) {
+  // Adds up the lanes' sums, and the sink's part: that of one key more, whose value is 0.
+  __device__ __forceinline__ RowEnd finish(int mt, int h, float sink_log2) {
     float total = sum[mt][h];
     total += __shfl_xor_sync(0xffffffff, total, 1);
     total += __shfl_xor_sync(0xffffffff, total, 2);
-    *normalizer = total == 0 ? 0 : ptx::reciprocal_approx(total);
-    return total == 0 ? -INFINITY : max_log2[mt][h] * kLn2 + logf(total);
+    const bool is_empty = total == 0;
+    float maximum = max_log2[mt][h], factor = 1;
+    if (sink_log2 != -INFINITY) {
+      maximum = fmaxf(maximum, sink_log2);
+      factor = ptx::exp2_approx(max_log2[mt][h] - maximum);
+      total = total * factor + ptx::exp2_approx(sink_log2 - maximum);
+    }
+    if (total == 0) return {-INFINITY, 0, is_empty};
+    return {maximum * kLn2 + logf(total), factor * ptx::reciprocal_approx(total), is_empty};
   }
 
  private:

@@ -78,7 +78,7 @@ def flash_attention(
         segment. Any value is a segment. For now with `implementation="xla"` only.
       sinks: floating-point array [N]: a logit for each head that takes part in the softmax and has no value
         (https://arxiv.org/abs/2309.17453). A row with a sink and no key has output 0 and the sink as
-        log-sum-exp. Differentiable. For now with `implementation="xla"` only.
+        log-sum-exp. Differentiable.
       dropout_rate: in [0, 1): this part of the normalised probabilities becomes 0, and the others are divided by
         1 - dropout_rate. For now with `implementation="xla"` only.
       dropout_rng: the PRNG key of the dropout, needed where dropout_rate is not 0.
@@ -150,12 +150,15 @@ def flash_attention(
         bias=bias is not None,
         mask=mask is not None,
         segment_ids=segment_ids is not None,
-        sinks=sinks is not None,
         dropout_rate=dropout_rate > 0,
     )
-    operands = {name: x for name, x in operands.items() if x is not None}
     if not is_batched:
         query, key, value = query[None], key[None], value[None]
+    if sinks is not None:
+        # One row for each batch element: so they are mapped and sharded like everything else.
+        dtype = jnp.promote_types(query.dtype, jnp.float32)
+        operands["sinks"] = jnp.broadcast_to(sinks.astype(dtype), (query.shape[0], *sinks.shape))
+    operands = {name: x for name, x in operands.items() if x is not None}
     query, key, value, operands = _vary_alike((query, key, value, operands))
     out, lse = _attention(resolved, query, key, value, operands)
     if not is_batched:
@@ -186,7 +189,23 @@ def _attention_bwd(options, residuals, cotangents):
     dout = jnp.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
     dlse = None if isinstance(dlse, SymbolicZero) else dlse
     grads = _primitives.backward(query, key, value, out, lse, dout, dlse, operands, options)
-    return *grads, None
+    operand_grads = dict.fromkeys(operands)
+    if "sinks" in operands:
+        operand_grads["sinks"] = _sinks_gradient(out, lse, dout, dlse, operands)
+    return *grads, operand_grads
+
+
+def _sinks_gradient(out, lse, dout, dlse, operands):
+    """The gradient [B, N] of the sinks: that of a logit, p (dp - delta), where dp is 0 as a sink has no value."""
+    delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), -1)  # [B, T, N]
+    if "query_seq_lengths" in operands:
+        # dout may hold anything beyond the lengths.
+        exists = jnp.arange(out.shape[-3]) < operands["query_seq_lengths"][..., None]
+        delta = jnp.where(exists[..., None], delta, 0)
+    if dlse is not None:
+        delta -= dlse
+    sinks = operands["sinks"][..., None, :]
+    return -jnp.sum(jnp.where(jnp.isfinite(lse), jnp.exp(sinks - lse) * delta, 0), -2)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)

@@ -37,8 +37,8 @@ except ImportError:
         stacklevel=2,
     )
 
-# The optional operands of the kernels, in the order of their arguments; int32, one number per batch element.
-OPERANDS = ("query_seq_lengths", "key_value_seq_lengths", "query_offset")
+# The optional operands of the kernels, in the order of their arguments.
+OPERANDS = ("query_seq_lengths", "key_value_seq_lengths", "query_offset", "sinks")
 
 # The axes behind the batch axes: t query rows, s keys, n query heads, k key heads, d head dim, e values' head dim.
 _AXES = {
@@ -52,7 +52,10 @@ _AXES = {
     "dv": "ske",
     "dout": "tne",
     "dlse": "tn",
-    **dict.fromkeys(OPERANDS, ""),
+    "query_seq_lengths": "",
+    "key_value_seq_lengths": "",
+    "query_offset": "",
+    "sinks": "n",
 }
 
 
@@ -80,7 +83,7 @@ def forward(
 
     Args:
       q: query, [B, T, N, H]; k: key, [B, S, K, H]; v: value, [B, S, K, Hv]; of one dtype.
-      operands: those of OPERANDS that are used, int32 [B].
+      operands: those of OPERANDS that are used: int32 [B], and sinks [B, N] in lse's dtype.
       options: the static options.
 
     Returns:
@@ -102,9 +105,12 @@ def backward(
     operands: dict[str, jax.Array],
     options: AttentionOptions,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients dq, dk, dv, from what `forward` took and gave and the cotangents (dlse None: zero)."""
+    """The gradients dq, dk, dv, from what `forward` took and gave and the cotangents (dlse None: zero).
+
+    The sinks are not needed again: they are part of lse.
+    """
     operands = operands if dlse is None else {"dlse": dlse, **operands}
-    names = tuple(name for name in ("dlse", *OPERANDS) if name in operands)
+    names = tuple(name for name in ("dlse", *OPERANDS) if name in operands and name != "sinks")
     arrays = (q, k, v, out, lse, dout, *(operands[name] for name in names))
     return tuple(_backward_p.bind(*arrays, operands=names, options=options))
 

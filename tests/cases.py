@@ -14,7 +14,12 @@ DTYPES = {
     "float64": np.float64,
 }
 # Options that are arrays: operands of a jitted function, not part of the program.
-OPERANDS = ("query_seq_lengths", "key_value_seq_lengths", "query_offset")
+OPERANDS = {
+    "query_seq_lengths": np.int32,
+    "key_value_seq_lengths": np.int32,
+    "query_offset": np.int32,
+    "sinks": np.float32,
+}
 
 
 class Inputs(NamedTuple):
@@ -61,7 +66,7 @@ class Case:
     @property
     def operands(self) -> dict[str, np.ndarray]:
         """The options that are arrays."""
-        return {name: np.asarray(value, np.int32) for name, value in self.options if name in OPERANDS}
+        return {name: np.asarray(x, OPERANDS[name]) for name, x in self.options if name in OPERANDS}
 
 
 def _case(name: str, *, batch=2, t=80, s=80, n=2, k=2, h=64, hv=None, magnitude=1.0, **options) -> Case:
@@ -105,6 +110,27 @@ CASES = [
         "lengths", t=130, s=140, query_seq_lengths=(65, 127), key_value_seq_lengths=(99, 63), is_causal=True
     ),
     _case("lengths beyond", query_seq_lengths=(1000, -5), key_value_seq_lengths=(-1, 81)),
+    _case("sinks", n=4, k=2, sinks=(0.5, -1.0, 3.0, -20.0)),
+    _case("sinks above all logits", n=2, sinks=(12.0, 9.0)),
+    _case("sinks, rows without keys", t=200, s=65, is_causal=True, query_offset=-65, sinks=(1.0, -2.0)),
+    _case(
+        "sinks, lengths",
+        t=130,
+        s=140,
+        n=6,
+        h=128,
+        query_seq_lengths=(65, 127),
+        key_value_seq_lengths=(99, 0),
+        sinks=(0.1, 0.2, -0.5, 4.0, 2.0, -3.0),
+    ),
+    _case(
+        "sinks, soft cap, window",
+        t=150,
+        s=150,
+        logits_soft_cap=2.0,
+        local_window_size=(20, 3),
+        sinks=(2.0, -1.5),
+    ),
     _case("one head for 2", k=1),
     _case("groups of 2", n=4, k=2, is_causal=True),
     _case("groups of 3", n=6, k=2, t=90, s=70),
@@ -156,6 +182,7 @@ CASES = [
         query_seq_lengths=(150, 101),
         key_value_seq_lengths=(190, 210),
         query_offset=(60, -20),
+        sinks=(0.3, 1.0, -1.0, 2.5, -4.0, 0.0),
         deterministic=True,
     ),
 ]

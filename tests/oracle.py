@@ -156,6 +156,13 @@ def attention(
     )
 
 
+def sinks_gradient(result: Result, dout: np.ndarray, dlse: np.ndarray, sinks: np.ndarray) -> np.ndarray:
+    """The gradient [N] of the sinks, from their part exp(sink - lse) of each row."""
+    dout, out = (np.asarray(x).astype(np.float64) for x in (dout, result.out))
+    delta = (dout * out).sum(-1) - dlse  # [B, T, N]
+    return -(np.exp(np.asarray(sinks) - result.lse) * delta).sum((0, 1))
+
+
 def _product(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Multiply; a weight of exactly zero takes nothing from a value that is not finite."""
     if np.isfinite(values).all():

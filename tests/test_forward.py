@@ -32,7 +32,7 @@ def test_is_close_to_exact(case, kind, platform):
     harness.check(harness.oracle.Result(out, lse), case, dtype, rule, names=("out", "lse"))
 
 
-@pytest.mark.parametrize("name", ["full", "groups of 3", "lengths"])
+@pytest.mark.parametrize("name", ["full", "groups of 3", "lengths", "sinks"])
 def test_without_a_batch_axis(name, platform):
     (case,) = [case for case in CASES if case.name == name]
     inputs = case.inputs(np.float32)
@@ -40,7 +40,7 @@ def test_without_a_batch_axis(name, platform):
         *inputs[:3], return_residual=True, precision="highest", **case.static, **case.operands
     )
     for b in range(case.batch):
-        operands = {key: value[b] for key, value in case.operands.items()}
+        operands = {key: x if key == "sinks" else x[b] for key, x in case.operands.items()}
         out, lse = jax_flash.flash_attention(
             *(x[b] for x in inputs[:3]), return_residual=True, precision="highest", **case.static, **operands
         )

@@ -97,8 +97,8 @@ XLA_ONLY = {
             np.arange(14, dtype=np.int32).reshape(2, 7) // 4,
         )
     ),
-    "sinks": dict(sinks=np.array([0.5, -1.0, 2.0, 0.0], np.float32)),
 }
+SINKS = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
 
 
 @pytest.mark.parametrize("options", XLA_ONLY.values(), ids=XLA_ONLY.keys())
@@ -107,15 +107,26 @@ def test_reference(options):
         check(functools.partial(attention_and_lse, implementation="xla", **options), dtype, *arrays(dtype))
 
 
-@pytest.mark.parametrize("name", ["bias", "sinks"])
-def test_gradient_of_bias_and_sinks(name):
-    """In the reference they are operands with a gradient."""
-    value = XLA_ONLY[name][name]
+def test_gradient_of_bias():
+    """In the reference it is an operand with a gradient."""
     for dtype in dtypes_of("cpu"):
         check(
-            lambda x, *args: attention_and_lse(*args, implementation="xla", **{name: x}),
+            lambda x, *args: attention_and_lse(*args, implementation="xla", bias=x),
             dtype,
-            value.astype(dtype),
+            XLA_ONLY["bias"]["bias"].astype(dtype),
+            *arrays(dtype),
+        )
+
+
+@pytest.mark.parametrize("name", ["full", "no keys", "everything"])
+@pytest.mark.parametrize("implementation", [None, "xla"], ids=["fused", "xla"])
+def test_gradient_of_sinks(implementation, name, platform):
+    options = dict(implementation=implementation, **OPTIONS[name])
+    for dtype in dtypes_of(platform):
+        check(
+            lambda sinks, *args: attention_and_lse(*args, sinks=sinks, **options),
+            dtype,
+            SINKS.astype(dtype),
             *arrays(dtype),
         )
 

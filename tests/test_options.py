@@ -26,12 +26,12 @@ CHANGES = {
     "local_window_size": dict(local_window_size=(2, 1)),
     "logits_soft_cap": dict(logits_soft_cap=0.5),
     "query_offset": dict(query_offset=LENGTHS),
+    "sinks": dict(sinks=np.ones(2, np.float32)),
 }
 XLA_CHANGES = {
     "bias": dict(bias=np.linspace(0, 3, 12, dtype=np.float32)),
     "mask": dict(mask=np.arange(12) % 2 == 0),
     "segment_ids": dict(segment_ids=np.arange(24, dtype=np.int32).reshape(2, 12) // 5),
-    "sinks": dict(sinks=np.ones(2, np.float32)),
     "dropout_rate": dict(dropout_rate=0.5, dropout_rng=jax.random.key(0)),
 }
 # Options that change something else than the numbers of the output, and the test that shows it.

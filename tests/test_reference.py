@@ -80,7 +80,7 @@ def test_options_of_the_reference_alone(options, dtype):
             assert_close(getattr(got, name), getattr(want, name), dtype, num_keys=9, name=name)
 
 
-@pytest.mark.parametrize("name", ["bias", "mask", "segment_ids", "sinks", "dropout_rate"])
+@pytest.mark.parametrize("name", ["bias", "mask", "segment_ids", "dropout_rate"])
 def test_fused_kernels_refuse_them(name, platform):
     """At trace time, with a sentence that names the way out."""
     q, k, v, *_ = CASE.inputs(np.float32)
@@ -88,7 +88,6 @@ def test_fused_kernels_refuse_them(name, platform):
         "bias": dict(bias=np.zeros((6, 9), np.float32)),
         "mask": dict(mask=np.ones((6, 9), bool)),
         "segment_ids": dict(segment_ids=IDS),
-        "sinks": dict(sinks=np.zeros(4, np.float32)),
         "dropout_rate": dict(dropout_rate=0.5, dropout_rng=jax.random.key(0)),
     }[name]
     with pytest.raises(NotImplementedError, match=f'{name.split("_")[0]}.*implementation="xla"'):

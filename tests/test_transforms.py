@@ -130,12 +130,13 @@ OPERANDS = {
     "query_seq_lengths": np.array([[6, 3], [0, 5], [2, 6]], np.int32),
     "key_value_seq_lengths": np.array([[9, 4], [7, 0], [1, 8]], np.int32),
     "query_offset": np.array([[0, 3], [-2, 1], [5, -1]], np.int32),
+    "sinks": random(3, 4, seed=4),
 }
 
 
 @pytest.mark.parametrize("arrays_too", [False, True], ids=["operands", "operands and arrays"])
 @pytest.mark.parametrize("names", [(name,) for name in OPERANDS] + [tuple(OPERANDS)], ids="+".join)
-def test_vmap_over_lengths_and_offsets(names, arrays_too, platform):
+def test_vmap_over_operands(names, arrays_too, platform):
     operands = {name: OPERANDS[name] for name in names}
     args = qkv(3, 2) if arrays_too else [x[0] for x in qkv(3, 2)]
     axis = 0 if arrays_too else None

@@ -150,21 +150,20 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int head_dim_v = arguments.v.head_dim;
   Element* gOut = static_cast<Element*>(params.out) + q_row0 * head_dim_v;
   float* gLse = static_cast<float*>(params.lse) + q_row0;
+  const float sink = sink_log2(params, batch, head);
 #pragma unroll
   for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float normalizer;
-      const float lse = softmax.finish(mt, h, &normalizer);
+      const RowEnd end = softmax.finish(mt, h, sink);
       const int row = warp_m + accumulator_row(mt, h);
       if (row >= seqlen_q) continue;
       // A row that sees no key: its tile's other rows may have put 0 * NaN into it.
-      const bool empty = lse == -INFINITY;
       Element* row_out = gOut + int64_t{row} * num_heads * head_dim_v;
       for_each_run<Arithmetic>(out, mt, h, [&](int column, const auto& values) {
-        store_run<Arithmetic>(row_out, column, head_dim_v, !empty, normalizer, values);
+        store_run<Arithmetic>(row_out, column, head_dim_v, !end.is_empty, end.normalizer, values);
       });
-      if (lane_id() % 4 == 0) gLse[int64_t{row} * num_heads] = lse;
+      if (lane_id() % 4 == 0) gLse[int64_t{row} * num_heads] = end.lse;
     }
   }
 }

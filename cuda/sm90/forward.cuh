@@ -552,13 +552,16 @@ struct ForwardConsumer {
     const int row0 = m_start + warp_row();
     float normalizer[2];
     bool hidden[2];
+    const float sink = sink_log2(params, batch, head);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float lse = softmax.finish(0, h, &normalizer[h]);
-      hidden[h] = lse == -INFINITY;
+      const RowEnd end = softmax.finish(0, h, sink);
+      normalizer[h] = end.normalizer;
+      hidden[h] = end.is_empty;
       const int row = row0 + accumulator_row(0, h);
       if (lane_id() % 4 == 0 && row < seqlen_q) {
-        static_cast<float*>(params.lse)[(int64_t{batch} * seqlen_q + row) * params.num_heads + head] = lse;
+        static_cast<float*>(params.lse)[(int64_t{batch} * seqlen_q + row) * params.num_heads + head] =
+            end.lse;
       }
     }
     if (__any_sync(0xffffffff, hidden[0] || hidden[1])) {
