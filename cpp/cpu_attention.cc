@@ -11,6 +11,7 @@
 
 #include "cpu_mask.h"
 #include "cpu_types.h"
+#include "dropout.h"
 
 namespace jax_flash::cpu {
 namespace {
@@ -98,6 +99,8 @@ InstructionSet BestInstructionSet() {
       return set::function<float>(params, pool);    \
     case DType::kFloat64:                           \
       return set::function<double>(params, pool);   \
+    case DType::kBool:                              \
+      break;                                        \
   }
 
 #if defined(__x86_64__)
@@ -116,6 +119,11 @@ bool Forward(const ForwardParams& params, ThreadPool& pool, [[maybe_unused]] Ins
 
 bool Backward(const BackwardParams& params, ThreadPool& pool, [[maybe_unused]] InstructionSet set) {
   DISPATCH(BackwardAs)
+  return false;
+}
+
+bool BackwardBias(const BackwardParams& params, ThreadPool& pool, [[maybe_unused]] InstructionSet set) {
+  DISPATCH(BackwardBiasAs)
   return false;
 }
 

@@ -15,8 +15,9 @@ enum class InstructionSet { kBaseline, kAvx2, kAvx512 };  // the baseline: SSE2 
 // lowers it.
 InstructionSet BestInstructionSet();
 
-// Both return false, with the results unwritten, if there is no memory for the scratch.
+// They return false, with the results unwritten, if there is no memory for the scratch.
 bool Forward(const ForwardParams& params, ThreadPool& pool, InstructionSet set = BestInstructionSet());
 bool Backward(const BackwardParams& params, ThreadPool& pool, InstructionSet set = BestInstructionSet());
+bool BackwardBias(const BackwardParams& params, ThreadPool& pool, InstructionSet set = BestInstructionSet());
 
 }  // namespace jax_flash::cpu

@@ -11,6 +11,7 @@ struct BackwardScratch {
   T *dq, *dk, *dv;       // [M, ...], [N, ...], [N, ...], the last axis as above
   int64_t *first, *end;  // [M]: the keys that a row sees, counted from the tile's first
   bool* sees;            // [M]: whether it sees any
+  bool* visible;         // [M, N]: which pairs the mask and the segments leave visible
 
   BackwardScratch(const AttentionParams& params, Arena& arena) {
     const int64_t width = RoundUp(params.head_dim, kLanes<T>),
@@ -29,6 +30,7 @@ struct BackwardScratch {
     first = arena.Take<int64_t>(kBackwardM);
     end = arena.Take<int64_t>(kBackwardM);
     sees = arena.Take<bool>(kBackwardM);
+    visible = arena.Take<bool>(kBackwardM * kBackwardN);
   }
 };
 
@@ -52,27 +54,31 @@ struct BackwardShared {
   }
 };
 
+// rowsum(dout * out) - dlse, of a row of [B, T, N].
+template <typename Storage, typename T = ComputeType<Storage>>
+T Delta(const BackwardParams& params, int64_t row) {
+  const int64_t head_dim_v = params.head_dim_v;
+  const Storage* out = static_cast<const Storage*>(params.out) + row * head_dim_v;
+  const Storage* dout = static_cast<const Storage*>(params.dout) + row * head_dim_v;
+  T sums[kLanes<T>] = {};
+  for (int64_t column = 0; column < head_dim_v; column += kLanes<T>) {
+    const int64_t lanes = std::min(kLanes<T>, head_dim_v - column);
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      sums[lane] += ToCompute(out[column + lane]) * ToCompute(dout[column + lane]);
+    }
+  }
+  T delta = 0;
+  for (T sum : sums) delta += sum;
+  if (params.dlse && !std::isinf(static_cast<const T*>(params.lse)[row])) {
+    delta -= static_cast<const T*>(params.dlse)[row];
+  }
+  return delta;
+}
+
 // delta of the rows [first, end) of [B, T, N]; their dq_accum = 0.
 template <typename Storage, typename T>
 void PrepareRows(const BackwardParams& params, int64_t first, int64_t end, const BackwardShared<T>& shared) {
-  const int64_t head_dim_v = params.head_dim_v;
-  for (int64_t row = first; row < end; ++row) {
-    const Storage* out = static_cast<const Storage*>(params.out) + row * head_dim_v;
-    const Storage* dout = static_cast<const Storage*>(params.dout) + row * head_dim_v;
-    T sums[kLanes<T>] = {};
-    for (int64_t column = 0; column < head_dim_v; column += kLanes<T>) {
-      const int64_t lanes = std::min(kLanes<T>, head_dim_v - column);
-      for (int64_t lane = 0; lane < lanes; ++lane) {
-        sums[lane] += ToCompute(out[column + lane]) * ToCompute(dout[column + lane]);
-      }
-    }
-    T delta = 0;
-    for (T sum : sums) delta += sum;
-    if (params.dlse && !std::isinf(static_cast<const T*>(params.lse)[row])) {
-      delta -= static_cast<const T*>(params.dlse)[row];
-    }
-    shared.delta[row] = delta;
-  }
+  for (int64_t row = first; row < end; ++row) shared.delta[row] = Delta<Storage>(params, row);
   Zero(shared.dq_accum + first * params.head_dim, (end - first) * params.head_dim);
 }
 
@@ -89,6 +95,50 @@ void Probabilities(T* p, T* ds, int64_t keys, T scale, T cap, T lse, T delta) {
     }
     Store(p + key, probability);
     Store(ds + key, gradient);
+  }
+}
+
+// What the row of a tile is to its kernel.
+template <typename T>
+struct RowOfPairs {
+  int64_t row;          // as GroupRows numbers it
+  int64_t first_key;    // of the tile
+  int64_t first, end;   // the keys that it sees, counted from there, but for the mask and the segments
+  const bool* visible;  // which of them these leave visible
+  T lse, delta;
+};
+
+// Scores and dp -> p, as v is weighted with it, and ds, of one row, for `keys` keys up to the size of a tile.
+template <typename T>
+void RowGradients(const Pairs<T>& pairs, const RowOfPairs<T>& row, int64_t keys, T scale, T cap, T* p,
+                  T* ds) {
+  if (pairs.has_bias()) {
+    T bias[kBackwardN];
+    pairs.LoadBias(row.row, row.first_key, keys, bias);
+    for (int64_t key = 0; key < keys; ++key) p[key] = scale * p[key] + bias[key];
+    scale = 1;
+  }
+  bool kept[kBackwardN];
+  if (pairs.may_drop()) {
+    pairs.LoadKept(row.row, row.first_key, keys, kept);
+    for (int64_t key = 0; key < keys; ++key) ds[key] = kept[key] ? ds[key] * pairs.kept_factor() : T(0);
+  }
+  if (cap > 0) {
+    Probabilities<true>(p, ds, keys, scale, cap, row.lse, row.delta);
+  } else {
+    Probabilities<false>(p, ds, keys, scale, cap, row.lse, row.delta);
+  }
+  if (pairs.may_drop()) {
+    for (int64_t key = 0; key < keys; ++key) p[key] = kept[key] ? p[key] * pairs.kept_factor() : T(0);
+  }
+  Zero(p, row.first);
+  Zero(ds, row.first);
+  Zero(p + row.end, keys - row.end);
+  Zero(ds + row.end, keys - row.end);
+  if (pairs.may_hide()) {
+    for (int64_t key = row.first; key < row.end; ++key) {
+      if (!row.visible[key]) p[key] = ds[key] = 0;
+    }
   }
 }
 
@@ -112,6 +162,7 @@ void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, 
   std::atomic<int64_t>* blocks_done =
       shared.blocks_done + (batch * params.num_kv_heads + kv_head) * DivideUp(params.seqlen_kv, kBackwardN);
   const Mask mask(params, batch);
+  const Pairs<T> pairs(params, batch, kv_head, q.group);
   const int64_t tile = tile_index * kBackwardN;
   const int64_t tile_end = std::min(tile + kBackwardN, mask.kv_len());
   const int64_t keys = tile_end - tile;  // that count; may be negative
@@ -132,6 +183,10 @@ void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, 
       // ---- Mask; load q and dout ----
       const int64_t block_first = block * kBackwardM;
       const int64_t rows = std::min(kBackwardM, rows_end - block_first);
+      if (pairs.may_hide() &&
+          !pairs.LoadVisible(block_first, rows, tile, keys, scratch.visible, kBackwardN)) {
+        continue;
+      }
       const Range first_keys = mask.KeysOf(block_first / q.group);
       const Range last_keys = mask.KeysOf((block_first + rows - 1) / q.group);
       const bool masked = last_keys.first > tile || first_keys.end < tile_end;
@@ -157,19 +212,15 @@ void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, 
       // ---- P = exp(S - lse), dS = P (dP - delta) ----
       for (int64_t row = 0; row < rows; ++row) {
         T *p = scratch.p + row * kBackwardN, *ds = scratch.ds + row * kBackwardN;
-        const T row_lse = *lse.Row(block_first + row), row_delta = *delta.Row(block_first + row);
-        if (cap > 0) {
-          Probabilities<true>(p, ds, keys, scale, cap, row_lse, row_delta);
-        } else {
-          Probabilities<false>(p, ds, keys, scale, cap, row_lse, row_delta);
-        }
-        if (masked) {
-          const int64_t first = scratch.first[row], end = scratch.end[row];
-          Zero(p, first);
-          Zero(ds, first);
-          Zero(p + end, keys - end);
-          Zero(ds + end, keys - end);
-        }
+        RowGradients<T>(pairs,
+                        {.row = block_first + row,
+                         .first_key = tile,
+                         .first = masked ? scratch.first[row] : 0,
+                         .end = masked ? scratch.end[row] : keys,
+                         .visible = scratch.visible + row * kBackwardN,
+                         .lse = *lse.Row(block_first + row),
+                         .delta = *delta.Row(block_first + row)},
+                        keys, scale, cap, p, ds);
       }
 
       // ---- dV += P^T dout, dK += dS^T q, dQ = dS k ----

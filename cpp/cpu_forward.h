@@ -14,6 +14,8 @@ struct ForwardScratch {
   T *max, *sum;        // [M]: of the scores so far; of the probabilities relative to that max
   T* rescale;          // [M]: what the last tile made of a probability 1 of the tiles before
   Int<T>*first, *end;  // [M]: the keys that a row sees, counted from the tile's first
+  bool* visible;       // [M, N]: which pairs the mask and the segments leave visible
+  bool* seeing;        // [M]: has the row seen a key?
 
   ForwardScratch(const AttentionParams& params, Arena& arena) {
     const int64_t width_v = RoundUp(params.head_dim_v, kLanes<T>);
@@ -28,6 +30,8 @@ struct ForwardScratch {
     rescale = arena.Take<T>(kForwardM);
     first = arena.Take<Int<T>>(kForwardM);
     end = arena.Take<Int<T>>(kForwardM);
+    visible = arena.Take<bool>(kForwardM * kForwardN);
+    seeing = arena.Take<bool>(kForwardM);
   }
 };
 
@@ -62,6 +66,31 @@ INLINE void OnlineSoftmax(const ForwardScratch<T>& scratch, int64_t row, int64_t
   Store(scratch.rescale + row, rescale);
 }
 
+// Scores -> logits, -inf where mask and segments hide the pair, for one row and `keys` keys.
+template <typename T>
+void AddPairs(const Pairs<T>& pairs, const ForwardScratch<T>& scratch, int64_t first_row, int64_t row,
+              int64_t first_key, int64_t keys, T scale, T cap) {
+  T bias[kForwardN] = {};
+  if (pairs.has_bias()) pairs.LoadBias(first_row + row, first_key, keys, bias);
+  for (int64_t key = 0; key < keys; ++key) {
+    T& x = scratch.s[key * kForwardM + row];
+    x = scale * x + bias[key];
+    if (cap > 0) x = cap * std::tanh(x / cap);
+    if (pairs.may_hide() && !scratch.visible[row * kForwardN + key]) x = -std::numeric_limits<T>::infinity();
+  }
+}
+
+// Probabilities that dropout does not keep become 0, for one row.
+template <typename T>
+void DropPairs(const Pairs<T>& pairs, const ForwardScratch<T>& scratch, int64_t first_row, int64_t row,
+               int64_t first_key, int64_t keys) {
+  bool kept[kForwardN];
+  pairs.LoadKept(first_row + row, first_key, keys, kept);
+  for (int64_t key = 0; key < keys; ++key) {
+    if (!kept[key]) scratch.s[key * kForwardM + row] = 0;
+  }
+}
+
 // One block of the query rows (see GroupRows) of one batch and key head.
 template <typename Storage, typename T = ComputeType<Storage>>
 void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, int64_t block,
@@ -82,6 +111,7 @@ void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, i
   };
 
   const Mask mask(params, batch);
+  const Pairs<T> pairs(params, batch, kv_head, q.group);
   const int64_t block_first = block * kForwardM;
   const int64_t block_end = std::min(block_first + kForwardM, params.seqlen_q * q.group);
   const int64_t rows =
@@ -97,6 +127,7 @@ void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, i
       // A sink is a key that comes first and has no value.
       scratch.max[row] = sink(block_first + row);
       scratch.sum[row] = scratch.max[row] == -infinity ? 0 : 1;
+      scratch.seeing[row] = false;
     }
     const Range first_keys = mask.KeysOf(block_first / q.group);
     const Range last_keys = mask.KeysOf((block_first + rows - 1) / q.group);
@@ -104,6 +135,9 @@ void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, i
     for (int64_t tile = first_keys.first / kForwardN * kForwardN; tile < last_keys.end; tile += kForwardN) {
       const int64_t tile_end = std::min(tile + kForwardN, mask.kv_len());
       const int64_t keys = tile_end - tile;
+      if (pairs.may_hide() && !pairs.LoadVisible(block_first, rows, tile, keys, scratch.visible, kForwardN)) {
+        continue;
+      }
       LoadRows(k, tile, tile_end, nullptr, scratch.k, head_dim, RoundUp(keys, kRowStep));
       LoadRows(v, tile, tile_end, nullptr, scratch.v, width_v, keys);
 
@@ -120,12 +154,28 @@ void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, i
           scratch.end[row] = std::clamp<int64_t>(seen.end - tile, 0, kForwardN);
         }
       }
+      if (pairs.any()) {
+        for (int64_t row = 0; row < rows; ++row) {
+          AddPairs<T>(pairs, scratch, block_first, row, tile, keys, scale, cap);
+        }
+      }
+      for (int64_t row = 0; row < rows; ++row) {
+        const int64_t first = masked ? scratch.first[row] : 0, end = masked ? scratch.end[row] : keys;
+        const bool* visible = scratch.visible + row * kForwardN;
+        scratch.seeing[row] |= pairs.may_hide() ? std::find(visible + first, visible + std::max(first, end),
+                                                            true) < visible + std::max(first, end)
+                                                : first < end;
+      }
+      const T softmax_scale = pairs.any() ? T(1) : scale, softmax_cap = pairs.any() ? T(0) : cap;
       for (int64_t row = 0; row < lanes_end; row += kLanes<T>) {
         if (masked) {
-          OnlineSoftmax<true>(scratch, row, keys, scale, cap);
+          OnlineSoftmax<true>(scratch, row, keys, softmax_scale, softmax_cap);
         } else {
-          OnlineSoftmax<false>(scratch, row, keys, scale, cap);
+          OnlineSoftmax<false>(scratch, row, keys, softmax_scale, softmax_cap);
         }
+      }
+      if (pairs.may_drop()) {
+        for (int64_t row = 0; row < rows; ++row) DropPairs(pairs, scratch, block_first, row, tile, keys);
       }
 
       // ---- O = rescale O + P v ----
@@ -142,13 +192,12 @@ void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, i
 
   // ---- Store out and lse; rows that see no key get 0 and their sink ----
   for (int64_t row = 0; row < block_end - block_first; ++row) {
-    const bool empty =
-        row >= rows || scratch.sum[row] == 0 || mask.KeysOf((block_first + row) / q.group).empty();
-    if (empty) {
+    if (row >= rows || !scratch.seeing[row]) {
       ZeroRow(out.Row(block_first + row), head_dim_v);
       *lse.Row(block_first + row) = sink(block_first + row);
     } else {
-      StoreRow(out.Row(block_first + row), scratch.out + row * width_v, 1 / scratch.sum[row], head_dim_v);
+      StoreRow(out.Row(block_first + row), scratch.out + row * width_v,
+               pairs.kept_factor() / scratch.sum[row], head_dim_v);
       *lse.Row(block_first + row) = scratch.max[row] + std::log(scratch.sum[row]);
     }
   }

@@ -4,6 +4,10 @@
 
 #include "cpu_tiles.h"
 
+#include "cpu_pairs.h"
+
 #include "cpu_forward.h"
 
 #include "cpu_backward.h"
+
+#include "cpu_backward_bias.h"

@@ -35,9 +35,19 @@ ffi::Error ForwardCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi:
 ffi::Error BackwardCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi::RemainingRets results,
                        ffi::Dictionary attributes) {
   BackwardParams params;
-  RETURN_IF_ERROR(ReadBackward(args, results, attributes, /*with_workspace=*/false, &params));
+  RETURN_IF_ERROR(
+      ReadBackward(args, results, attributes, /*with_workspace=*/false, /*is_of_bias=*/false, &params));
   XlaThreadPool pool(thread_pool);
   return cpu::Backward(params, pool) ? ffi::Error::Success() : OutOfMemory();
+}
+
+ffi::Error BackwardBiasCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi::RemainingRets results,
+                           ffi::Dictionary attributes) {
+  BackwardParams params;
+  RETURN_IF_ERROR(
+      ReadBackward(args, results, attributes, /*with_workspace=*/false, /*is_of_bias=*/true, &params));
+  XlaThreadPool pool(thread_pool);
+  return cpu::BackwardBias(params, pool) ? ffi::Error::Success() : OutOfMemory();
 }
 
 }  // namespace
@@ -55,4 +65,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashBackwardCpu, jax_flash::BackwardCpu,
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .RemainingArgs()  // q, k, v, out, lse, dout, dlse, optional operands
                                   .RemainingRets()  // dq, dk, dv
+                                  .Attrs());        // the options, and `operands`
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashBackwardBiasCpu, jax_flash::BackwardBiasCpu,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .RemainingArgs()  // q, k, v, out, lse, dout, dlse, optional operands
+                                  .RemainingRets()  // dbias
                                   .Attrs());        // the options, and `operands`

@@ -26,8 +26,17 @@ ffi::Error forward(cudaStream_t stream, int32_t device, ffi::RemainingArgs args,
 ffi::Error backward(cudaStream_t stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets results,
                     ffi::Dictionary attributes) {
   BackwardParams params;
-  RETURN_IF_ERROR(jax_flash::ReadBackward(args, results, attributes, /*with_workspace=*/true, &params));
+  RETURN_IF_ERROR(jax_flash::ReadBackward(args, results, attributes, /*with_workspace=*/true,
+                                          /*is_of_bias=*/false, &params));
   return status(jax_flash::cuda::run_backward(params, stream, device));
+}
+
+ffi::Error backward_bias(cudaStream_t stream, int32_t device, ffi::RemainingArgs args,
+                         ffi::RemainingRets results, ffi::Dictionary attributes) {
+  BackwardParams params;
+  RETURN_IF_ERROR(jax_flash::ReadBackward(args, results, attributes, /*with_workspace=*/true,
+                                          /*is_of_bias=*/true, &params));
+  return status(jax_flash::cuda::run_backward_bias(params, stream, device));
 }
 
 }  // namespace
@@ -44,6 +53,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashForwardCuda, forward,
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashBackwardCuda, backward,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashBackwardBiasCuda, backward_bias,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()

@@ -7,6 +7,8 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <initializer_list>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -26,6 +28,14 @@ namespace ffi = xla::ffi;
 
 using Dims = std::vector<int64_t>;
 
+// The dtypes that an operand may have.
+struct DTypes {
+  std::vector<ffi::DataType> allowed;
+
+  DTypes(ffi::DataType only) : allowed{only} {}
+  DTypes(std::initializer_list<ffi::DataType> allowed) : allowed(allowed) {}
+};
+
 inline std::string ToString(const Dims& dims) {
   std::string text = "[";
   for (size_t i = 0; i < dims.size(); ++i) text += (i ? ", " : "") + std::to_string(dims[i]);
@@ -44,6 +54,10 @@ inline std::string ToString(ffi::DataType dtype) {
       return "float64";
     case ffi::DataType::S32:
       return "int32";
+    case ffi::DataType::U32:
+      return "uint32";
+    case ffi::DataType::PRED:
+      return "bool";
     default:
       return "dtype " + std::to_string(static_cast<int>(dtype));
   }
@@ -60,6 +74,23 @@ inline ffi::Error CheckBuffer(std::string_view name, ffi::AnyBuffer buffer, ffi:
   return ffi::Error::InvalidArgument("jax_flash: " + std::string(name) + " must be " + ToString(dtype) +
                                      " of shape " + ToString(dims) + ", got " +
                                      ToString(buffer.element_type()) + " of shape " + ToString(got) + ".");
+}
+
+inline std::optional<DType> ToDType(ffi::DataType dtype) {
+  switch (dtype) {
+    case ffi::DataType::F16:
+      return DType::kFloat16;
+    case ffi::DataType::BF16:
+      return DType::kBFloat16;
+    case ffi::DataType::F32:
+      return DType::kFloat32;
+    case ffi::DataType::F64:
+      return DType::kFloat64;
+    case ffi::DataType::PRED:
+      return DType::kBool;
+    default:
+      return std::nullopt;
+  }
 }
 
 // The arguments and results of one call, taken in order, each checked as it is taken.
@@ -84,13 +115,43 @@ class CallReader {
     return ffi::Error::Success();
   }
 
-  template <typename T>
-  ffi::Error TakeResult(std::string_view name, ffi::DataType dtype, const Dims& dims, T** data) {
+  ffi::Error TakeArg(std::string_view name, DTypes dtypes, const Dims& dims, PairArray* array) {
+    ffi::AnyBuffer buffer(nullptr_buffer());
+    RETURN_IF_ERROR(NextArg(name, &buffer));
+    const Dims got = DimsOf(buffer);
+    const auto fits = [](int64_t size, int64_t full) { return size == full || size == 1; };
+    if (std::find(dtypes.allowed.begin(), dtypes.allowed.end(), buffer.element_type()) ==
+            dtypes.allowed.end() ||
+        got.size() != dims.size() || !std::equal(got.begin(), got.end(), dims.begin(), fits)) {
+      return ffi::Error::InvalidArgument("jax_flash: " + std::string(name) + " must be broadcastable to " +
+                                         ToString(dims) + " and of a dtype that it may have, got " +
+                                         ToString(buffer.element_type()) + " of shape " + ToString(got) +
+                                         ".");
+    }
+    const auto stride = [&](int axis) {
+      int64_t elements = got[axis] == 1 ? 0 : 1;
+      for (size_t i = axis + 1; i < got.size(); ++i) elements *= got[i];
+      return elements;
+    };
+    *array = {
+        buffer.untyped_data(), *ToDType(buffer.element_type()), stride(0), stride(1), stride(2), stride(3)};
+    return ffi::Error::Success();
+  }
+
+  ffi::Error NextResult(std::string_view name, ffi::AnyBuffer* buffer) {
     if (next_result_ >= results_.size()) return Missing("result", name);
     auto result = results_.get<ffi::AnyBuffer>(next_result_++);
     if (!result.has_value()) return result.error();
-    RETURN_IF_ERROR(CheckBuffer(name, *result.value(), dtype, dims));
-    *data = static_cast<T*>((*result.value()).untyped_data());
+    *buffer = *result.value();
+    return ffi::Error::Success();
+  }
+
+  template <typename T>
+  ffi::Error TakeResult(std::string_view name, ffi::DataType dtype, const Dims& dims, T** data) {
+    ffi::AnyBuffer buffer(nullptr_buffer());
+    RETURN_IF_ERROR(NextResult(name, &buffer));
+    RETURN_IF_ERROR(CheckBuffer(name, buffer, dtype, dims));
+    *data = static_cast<T*>(buffer.untyped_data());
     return ffi::Error::Success();
   }
 
@@ -146,6 +207,8 @@ inline ffi::Error ReadOptions(ffi::Dictionary attributes, Options* options) {
   RETURN_IF_ERROR(CheckOption(o.window_right >= -1, "window_right", "at least -1", o.window_right));
   RETURN_IF_ERROR(CheckOption(std::isfinite(o.logits_soft_cap) && o.logits_soft_cap >= 0, "logits_soft_cap",
                               "finite and not negative", o.logits_soft_cap));
+  RETURN_IF_ERROR(CheckOption(o.dropout_rate >= 0 && o.dropout_rate < 1, "dropout_rate",
+                              "at least 0 and below 1", o.dropout_rate));
   return CheckOption(o.precision >= 0 && o.precision <= 2, "precision", "0, 1 or 2", o.precision);
 }
 
@@ -162,23 +225,12 @@ inline ffi::Error ReadOperands(CallReader& call, ffi::DataType* dtype, Attention
     }
   }
   *dtype = q.element_type();
-  switch (*dtype) {
-    case ffi::DataType::F16:
-      params->dtype = DType::kFloat16;
-      break;
-    case ffi::DataType::BF16:
-      params->dtype = DType::kBFloat16;
-      break;
-    case ffi::DataType::F32:
-      params->dtype = DType::kFloat32;
-      break;
-    case ffi::DataType::F64:
-      params->dtype = DType::kFloat64;
-      break;
-    default:
-      return ffi::Error::InvalidArgument("jax_flash: q must be float16, bfloat16, float32 or float64, got " +
-                                         ToString(*dtype) + ".");
+  const std::optional<DType> known = ToDType(*dtype);
+  if (!known || *known == DType::kBool) {
+    return ffi::Error::InvalidArgument("jax_flash: q must be float16, bfloat16, float32 or float64, got " +
+                                       ToString(*dtype) + ".");
   }
+  params->dtype = *known;
   const Dims q_dims = DimsOf(q), k_dims = DimsOf(k), v_dims = DimsOf(v);
   params->batch = q_dims[0];
   params->seqlen_q = q_dims[1];
@@ -226,15 +278,21 @@ inline bool TakeName(std::string_view& names, std::string_view name) {
 // `dtype` is that of q.
 inline ffi::Error ReadOptionalOperands(CallReader& call, std::string_view names, ffi::DataType dtype,
                                        AttentionParams* params) {
-  const ffi::DataType S32 = ffi::DataType::S32, LSE = LseType(dtype);
-  const int64_t B = params->batch, N = params->num_heads;
+  using enum ffi::DataType;
+  const ffi::DataType LSE = LseType(dtype);
+  const DTypes FLOATING = {F16, BF16, F32, F64};
+  const int64_t B = params->batch, N = params->num_heads, T = params->seqlen_q, S = params->seqlen_kv;
 #define OPERAND(type, name, operand_dtype, ...)                                            \
-  params->name = nullptr;                                                                  \
+  params->name = {};                                                                       \
   if (TakeName(names, #name)) {                                                            \
     RETURN_IF_ERROR(call.TakeArg(#name, operand_dtype, Dims(__VA_ARGS__), &params->name)); \
   }
 #include "operands.def"
 #undef OPERAND
+  if (!params->query_segment_ids != !params->key_value_segment_ids) {
+    return ffi::Error::InvalidArgument(
+        "jax_flash: query_segment_ids and key_value_segment_ids must come together.");
+  }
   if (names.empty()) return ffi::Error::Success();
   return ffi::Error::InvalidArgument("jax_flash: attribute operands has an unknown or misplaced name in \"" +
                                      std::string(names) + "\".");
@@ -245,6 +303,19 @@ inline bool Is16Bit(const AttentionParams& params) {
 }
 
 // `with_workspace`, here and below: the call carries the results that only the CUDA kernels use.
+inline ffi::Error TakeVisibilityWorkspace(CallReader& call, const AttentionParams& params,
+                                          bool with_workspace, VisibilityWorkspace* workspace) {
+  *workspace = {};
+  if (!with_workspace || !(params.mask || params.query_segment_ids)) return ffi::Error::Success();
+  const auto blocks = [](int64_t size) { return (size + kVisibilityBlock - 1) / kVisibilityBlock; };
+  const int64_t B = params.batch, N = params.mask && params.mask.head_stride ? params.num_heads : 1;
+  const int64_t M = blocks(params.seqlen_q), U = blocks(params.seqlen_kv);
+  workspace->num_heads = N;
+  RETURN_IF_ERROR(call.TakeResult("visibility", ffi::DataType::U8, {B, N, M, U}, &workspace->visibility));
+  return call.TakeResult("lists", ffi::DataType::S32, {B, N, std::max(M * (U + 1), U * (M + 1))},
+                         &workspace->lists);
+}
+
 inline ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary attributes,
                               bool with_workspace, ForwardParams* params) {
   CallReader call(args, results);
@@ -261,11 +332,37 @@ inline ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets result
   if (with_workspace && Is16Bit(*params)) {
     RETURN_IF_ERROR(call.TakeResult("tile_counter", ffi::DataType::S32, {1}, &params->tile_counter));
   }
+  RETURN_IF_ERROR(TakeVisibilityWorkspace(call, *params, with_workspace, &params->visible));
   return call.CheckAllTaken();
 }
 
+// The sums of dbias say by their shape what each of them is a sum of.
+inline ffi::Error TakeBiasGradient(CallReader& call, ffi::DataType dtype, BackwardParams* params) {
+  ffi::AnyBuffer buffer(CallReader::nullptr_buffer());
+  RETURN_IF_ERROR(call.NextResult("dbias", &buffer));
+  const Dims got = DimsOf(buffer);
+  const auto blocks = [](int64_t size) { return (size + kVisibilityBlock - 1) / kVisibilityBlock; };
+  const auto [B, N, T, S] = std::array{params->batch, params->num_heads, params->seqlen_q, params->seqlen_kv};
+  const auto divides = [](int64_t part, int64_t whole) { return part > 0 ? whole % part == 0 : whole == 0; };
+  const bool has_rows = got.size() == 4 && got[2] == T, has_keys = got.size() == 4 && got[3] == S;
+  const bool has_pairs = has_rows && has_keys;
+  if (got.size() != 4 || buffer.element_type() != dtype || !(has_rows || got[2] == blocks(T)) ||
+      !(has_keys || got[3] == blocks(S)) || !(has_pairs ? divides(got[0], B) : got[0] == B) ||
+      !(has_pairs ? got[1] == N || got[1] == 1 : got[1] == N)) {
+    return ffi::Error::InvalidArgument("jax_flash: dbias has a wrong dtype or shape " + ToString(got) + ".");
+  }
+  params->dbias = buffer.untyped_data();
+  params->dbias_batches = got[0] > 0 ? B / got[0] : 0;
+  params->dbias_heads = got[1] > 0 ? N / got[1] : 0;
+  params->dbias_rows = has_rows ? 1 : kVisibilityBlock;
+  params->dbias_keys = has_keys ? 1 : kVisibilityBlock;
+  return ffi::Error::Success();
+}
+
+// `is_of_bias`: the pass that gives the gradient of the bias.
 inline ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets results,
-                               ffi::Dictionary attributes, bool with_workspace, BackwardParams* params) {
+                               ffi::Dictionary attributes, bool with_workspace, bool is_of_bias,
+                               BackwardParams* params) {
   CallReader call(args, results);
   ffi::DataType dtype;
   std::string_view operands;
@@ -284,18 +381,24 @@ inline ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets resul
   }
   RETURN_IF_ERROR(ReadOptionalOperands(call, operands, dtype, params));
 
-  RETURN_IF_ERROR(call.TakeResult("dq", dtype, {B, T, N, H}, &params->dq));
-  RETURN_IF_ERROR(call.TakeResult("dk", dtype, {B, S, K, H}, &params->dk));
-  RETURN_IF_ERROR(call.TakeResult("dv", dtype, {B, S, K, Hv}, &params->dv));
+  params->dq = params->dk = params->dv = params->dbias = nullptr;
+  if (is_of_bias) {
+    RETURN_IF_ERROR(TakeBiasGradient(call, LseType(dtype), params));
+  } else {
+    RETURN_IF_ERROR(call.TakeResult("dq", dtype, {B, T, N, H}, &params->dq));
+    RETURN_IF_ERROR(call.TakeResult("dk", dtype, {B, S, K, H}, &params->dk));
+    RETURN_IF_ERROR(call.TakeResult("dv", dtype, {B, S, K, Hv}, &params->dv));
+  }
   params->delta = params->lse_log2 = params->dq_accum = nullptr;
   if (with_workspace) {
     const int64_t stats_rows = (T + kStatsRows - 1) / kStatsRows * kStatsRows;
     RETURN_IF_ERROR(call.TakeResult("delta", f32, {B, N, stats_rows}, &params->delta));
     RETURN_IF_ERROR(call.TakeResult("lse_log2", f32, {B, N, stats_rows}, &params->lse_log2));
-    if (Is16Bit(*params) && !params->options.deterministic) {
+    if (!is_of_bias && Is16Bit(*params) && !params->options.deterministic) {
       RETURN_IF_ERROR(call.TakeResult("dq_accum", f32, {B, (T + 15) / 16 * 16, N, H}, &params->dq_accum));
     }
   }
+  RETURN_IF_ERROR(TakeVisibilityWorkspace(call, *params, with_workspace, &params->visible));
   return call.CheckAllTaken();
 }
 

@@ -9,12 +9,21 @@
 
 namespace jax_flash {
 
-enum class DType { kFloat16, kBFloat16, kFloat32, kFloat64 };
+enum class DType { kFloat16, kBFloat16, kFloat32, kFloat64, kBool };
 
 struct Options {
 #define OPTION(type, name) type name;
 #include "options.def"
 #undef OPTION
+};
+
+// An array [B, N, T, S]. An axis that has size 1, and stands for all, has stride 0.
+struct PairArray {
+  const void* data;  // null when absent
+  DType dtype;
+  int64_t batch_stride, head_stride, row_stride, key_stride;  // in elements
+
+  explicit operator bool() const { return data != nullptr; }
 };
 
 struct AttentionParams {
@@ -33,9 +42,20 @@ struct AttentionParams {
   const void* v;  // [B, S, K, Hv]
 
   // Optional operands: null when absent.
-#define OPERAND(type, name, ...) const type* name;
+#define OPERAND(type, name, ...) type name;
 #include "operands.def"
 #undef OPERAND
+};
+
+// Blocks of this many rows or keys are the units in which a mask or segments are looked at.
+inline constexpr int64_t kVisibilityBlock = 64;
+
+// Of the CUDA kernels, where there is a mask or there are segments; N' is N where the mask differs between
+// heads, else 1; M and U are T and S in blocks.
+struct VisibilityWorkspace {
+  int64_t num_heads;    // N'
+  uint8_t* visibility;  // [B, N', M, U]
+  int32_t* lists;       // [B, N', max(M * (U + 1), U * (M + 1))]: the visible blocks of a row or column
 };
 
 struct ForwardParams : AttentionParams {
@@ -44,6 +64,7 @@ struct ForwardParams : AttentionParams {
 
   // Workspace of the CUDA kernels.
   int32_t* tile_counter;  // [1]; null: there is none
+  VisibilityWorkspace visible;
 };
 
 // Statistics of queries have T rounded up to this many rows: whole blocks of every CUDA kernel.
@@ -59,11 +80,18 @@ struct BackwardParams : AttentionParams {
   void* dk;  // [B, S, K, H]
   void* dv;  // [B, S, K, Hv]
 
+  // Instead of these three, of the pass that gives it: sums of the gradient of bias or alibi_slopes, in lse's
+  // dtype. [B / batches, N / heads, T, S], each the sum over as many batch elements or heads; or, where the
+  // bias has no T or no S, [B, N, T / rows, S / keys] rounded up, with blocks of 64 of what it does not have.
+  void* dbias;
+  int64_t dbias_batches, dbias_heads, dbias_rows, dbias_keys;
+
   // Workspace of the CUDA kernels.
   float* delta;     // [B, N, T rounded up to kStatsRows]: rowsum(dout * out) - dlse
   float* lse_log2;  // the same: lse * log2(e), made safe for exp2
   float* dq_accum;  // [B, T', N, H], T' = T rounded up to 16: room for dq's sums, in the order that suits the
                     // kernel; null where dq is written directly
+  VisibilityWorkspace visible;
 };
 
 }  // namespace jax_flash

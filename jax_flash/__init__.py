@@ -2,10 +2,11 @@
 
 from importlib.metadata import version as _version
 
+from ._alibi import Alibi as Alibi
 from ._attention import dot_product_attention as dot_product_attention
 from ._attention import flash_attention as flash_attention
 from ._ffi import build_info as build_info
 from ._ffi import ffi_targets as ffi_targets
 
 __version__ = _version("jax_flash")
-__all__ = ["__version__", "build_info", "dot_product_attention", "ffi_targets", "flash_attention"]
+__all__ = ["Alibi", "__version__", "build_info", "dot_product_attention", "ffi_targets", "flash_attention"]

@@ -11,7 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.typing import ArrayLike
 
-from . import _primitives, _reference, _support
+from . import _dropout, _primitives, _reference, _support
+from ._alibi import Alibi
 from ._options import AttentionOptions, static_bool
 
 
@@ -19,7 +20,7 @@ def flash_attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    bias: ArrayLike | None = None,
+    bias: ArrayLike | Alibi | None = None,
     mask: ArrayLike | None = None,
     *,
     scale: float | None = None,
@@ -60,10 +61,11 @@ def flash_attention(
       query: float16, bfloat16, float32 or float64 (not on GPUs) array, [B, T, N, H].
       key: array of query's dtype, [B, S, K, H].
       value: array of query's dtype, [B, S, K, Hv].
-      bias: floating-point array, broadcastable to [B, N, T, S], that is added to the scaled logits.
-        Differentiable. For now with `implementation="xla"` only.
-      mask: bool array, broadcastable to [B, N, T, S]; True where the key is visible. For now with
-        `implementation="xla"` only.
+      bias: floating-point array of any of query's dtypes, broadcastable to [B, N, T, S], that is added to the
+        scaled logits; or :class:`Alibi`. Read where it lies. Differentiable: its gradient is summed in float32 (in
+        float64 for float64), always in one order, and takes a pass of its own.
+      mask: bool array, broadcastable to [B, N, T, S]; True where the key is visible. Read where it lies; tiles
+        that it hides take no time.
       scale: finite number that multiplies the logits; None: 1 / sqrt(H).
       is_causal: whether key j is visible to query i only if j <= i + query_offset.
       query_seq_lengths: int32 [B]; queries at and beyond their length see no key. Clamped to [0, T].
@@ -75,13 +77,15 @@ def flash_attention(
       query_offset: int, or int32 scalar or [B], which may be traced: the position of query 0 among the keys.
         S - T aligns the last query with the last key; the length of the cache serves decoding.
       segment_ids: int32 [B, T] (where T == S), or a pair of [B, T] and [B, S]: a query sees the keys of its own
-        segment. Any value is a segment. For now with `implementation="xla"` only.
+        segment. Any value is a segment, and padding one of its own. Where ids are sorted, tiles of others'
+        segments take no time.
       sinks: floating-point array [N]: a logit for each head that takes part in the softmax and has no value
         (https://arxiv.org/abs/2309.17453). A row with a sink and no key has output 0 and the sink as
         log-sum-exp. Differentiable.
       dropout_rate: in [0, 1): this part of the normalised probabilities becomes 0, and the others are divided by
-        1 - dropout_rate. For now with `implementation="xla"` only.
-      dropout_rng: the PRNG key of the dropout, needed where dropout_rate is not 0.
+        1 - dropout_rate. Rounded to a multiple of 2^-16.
+      dropout_rng: the PRNG key of the dropout, needed where dropout_rate is not 0. Which pairs are kept depends on
+        it and on batch, head, row and column alone: not on platform, tiles or sharding.
       precision: of the products of float32 inputs: what `jax.lax.dot` takes, of a pair the more exact; None:
         `jax.default_matmul_precision`. Accepted and without effect for other dtypes.
       deterministic: whether the backward pass gives the same bits on every run, on a GPU at some cost in speed.
@@ -113,6 +117,7 @@ def flash_attention(
         is_causal=is_causal,
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
+        dropout_rate=dropout_rate,
         precision=precision,
         deterministic=deterministic,
     )
@@ -128,7 +133,7 @@ def flash_attention(
     mask = _support.check_mask(mask, scores)
     segment_ids = _support.check_segment_ids(segment_ids, query, key)
     sinks = _support.check_sinks(sinks, query.shape[-2])
-    dropout_rate = _support.check_dropout(dropout_rate, dropout_rng)
+    dropout_rng = _support.check_dropout_rng(dropout_rng, resolved.dropout_rate)
 
     if implementation == "xla":
         return _reference.attention(
@@ -139,25 +144,28 @@ def flash_attention(
             mask,
             segment_ids=segment_ids,
             sinks=sinks,
-            dropout_rate=dropout_rate,
             dropout_rng=dropout_rng,
             return_residual=return_residual,
             **operands,
             **options,
         )
 
-    _support.check_fused(
-        bias=bias is not None,
-        mask=mask is not None,
-        segment_ids=segment_ids is not None,
-        dropout_rate=dropout_rate > 0,
-    )
     if not is_batched:
         query, key, value = query[None], key[None], value[None]
+    batch, _, num_heads, _ = query.shape
+    if isinstance(bias, Alibi):
+        operands["alibi_slopes"] = _per_head(bias.slopes, query)
+    elif bias is not None:
+        operands["bias"] = _with_four_axes(bias)
+    if mask is not None:
+        operands["mask"] = _with_four_axes(mask)
+    if segment_ids is not None:
+        for name, ids in zip(("query_segment_ids", "key_value_segment_ids"), segment_ids, strict=True):
+            operands[name] = ids if is_batched else ids[None]
     if sinks is not None:
-        # One row for each batch element: so they are mapped and sharded like everything else.
-        dtype = jnp.promote_types(query.dtype, jnp.float32)
-        operands["sinks"] = jnp.broadcast_to(sinks.astype(dtype), (query.shape[0], *sinks.shape))
+        operands["sinks"] = _per_head(sinks, query)
+    if dropout_rng is not None:
+        operands["dropout_seeds"] = _dropout.make_seeds(dropout_rng, batch, num_heads)
     operands = {name: x for name, x in operands.items() if x is not None}
     query, key, value, operands = _vary_alike((query, key, value, operands))
     out, lse = _attention(resolved, query, key, value, operands)
@@ -166,7 +174,20 @@ def flash_attention(
     return (out, lse) if return_residual else out
 
 
+def _per_head(x, query):
+    """[N] as [B, N], in lse's dtype: with one row for each batch element it is mapped and sharded like the rest."""
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    return jnp.broadcast_to(x.astype(dtype), (query.shape[0], *x.shape))
+
+
+def _with_four_axes(x):
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
 dot_product_attention = flash_attention
+
+# The operands that stand for a bias: at most one of them is there.
+_BIASES = ("bias", "alibi_slopes")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -179,11 +200,13 @@ def _attention_fwd(options, *args):
     out, lse = _primitives.forward(query, key, value, operands, options)
     out = checkpoint_name(out, "flash_attention_out")
     lse = checkpoint_name(lse, "flash_attention_lse")
-    return (out, lse), (query, key, value, out, lse, operands)
+    # The names of what is differentiated are part of the residuals' structure: a pass is run for them.
+    differentiated = {name: None for name in _BIASES if name in operands and args[3][name].perturbed}
+    return (out, lse), (query, key, value, out, lse, operands, differentiated)
 
 
 def _attention_bwd(options, residuals, cotangents):
-    query, key, value, out, lse, operands = residuals
+    query, key, value, out, lse, operands, differentiated = residuals
     dout, dlse = cotangents
     # A zero cotangent of lse, the common case, is one array less for the kernel to read.
     dout = jnp.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
@@ -192,7 +215,17 @@ def _attention_bwd(options, residuals, cotangents):
     operand_grads = dict.fromkeys(operands)
     if "sinks" in operands:
         operand_grads["sinks"] = _sinks_gradient(out, lse, dout, dlse, operands)
+    for name in differentiated:
+        sums = _primitives.backward_bias(query, key, value, out, lse, dout, dlse, operands, options)
+        operand_grads[name] = _sum_to(sums, operands[name])
     return *grads, operand_grads
+
+
+def _sum_to(sums, like):
+    """Sums of four axes, over what `like`, which has as many or the leading ones, is broadcast over."""
+    shape = like.shape + (1,) * (sums.ndim - like.ndim)
+    axes = [axis for axis, (size, wanted) in enumerate(zip(sums.shape, shape, strict=True)) if size != wanted]
+    return jnp.sum(sums, axes, keepdims=True).reshape(like.shape).astype(like.dtype)
 
 
 def _sinks_gradient(out, lse, dout, dlse, operands):

@@ -28,13 +28,15 @@ def registrations() -> dict[str, dict[str, object]]:
     """The FFI handlers as `jax.ffi.register_ffi_target` takes them: {platform: {target: capsule}}."""
     return {
         platform: {
-            f"jax_flash_{direction}": jax.ffi.pycapsule(
-                getattr(_dll, f"JaxFlash{direction.capitalize()}{platform.capitalize()}")
-            )
-            for direction in ("forward", "backward")
+            target: jax.ffi.pycapsule(getattr(_dll, f"{_camel_case(target)}{platform.capitalize()}"))
+            for target in ("jax_flash_forward", "jax_flash_backward", "jax_flash_backward_bias")
         }
         for platform in _description["platforms"]
     }
+
+
+def _camel_case(name: str) -> str:
+    return "".join(word.capitalize() for word in name.split("_"))
 
 
 def option_names() -> list[str]:

@@ -38,6 +38,7 @@ class AttentionOptions:
     window_left: int  # keys further than this before i + query_offset are not visible; -1: no limit
     window_right: int  # keys further than this after i + query_offset are not visible; -1: no limit
     logits_soft_cap: float  # c > 0: logits become c * tanh(logit / c); 0: no cap
+    dropout_rate: float  # the part of the probabilities that becomes 0
     precision: int  # of float32 products: 0 default, 1 high, 2 highest
     deterministic: bool  # the backward pass sums in a fixed order
 
@@ -50,6 +51,7 @@ class AttentionOptions:
         is_causal: Any = False,
         local_window_size: Any = None,
         logits_soft_cap: Any = None,
+        dropout_rate: Any = 0.0,
         precision: Any = None,
         deterministic: Any = False,
     ) -> AttentionOptions:
@@ -66,6 +68,7 @@ class AttentionOptions:
             window_left=window_left,
             window_right=window_right,
             logits_soft_cap=0.0 if logits_soft_cap is None else _soft_cap(logits_soft_cap),
+            dropout_rate=_dropout_rate(dropout_rate),
             precision=_precision_level(precision),
             deterministic=static_bool("deterministic", deterministic),
         )
@@ -128,6 +131,13 @@ def _soft_cap(cap: Any) -> float:
     if cap <= 0:
         raise ValueError(f"logits_soft_cap must be > 0 (None means no cap), got {cap}.")
     return cap
+
+
+def _dropout_rate(rate: Any) -> float:
+    rate = static_float("dropout_rate", rate)
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout_rate must be at least 0 and below 1, got {rate}.")
+    return rate
 
 
 def _precision_level(precision: Any) -> int:

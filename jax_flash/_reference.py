@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from . import _dropout
+from ._alibi import Alibi
 from ._options import AttentionOptions
 
 _INT32 = jnp.iinfo(jnp.int32)
@@ -20,7 +22,7 @@ def attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    bias: jax.Array | None = None,
+    bias: jax.Array | Alibi | None = None,
     mask: jax.Array | None = None,
     *,
     query_seq_lengths: jax.Array | None = None,
@@ -28,7 +30,6 @@ def attention(
     query_offset: jax.Array | int | None = 0,
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     sinks: jax.Array | None = None,
-    dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
     return_residual: bool = False,
     **options: Any,
@@ -42,14 +43,13 @@ def attention(
       query: [B, T, N, H], or without B, as all that follows.
       key: [B, S, K, H].
       value: [B, S, K, Hv].
-      bias: broadcastable to [B, N, T, S].
+      bias: broadcastable to [B, N, T, S], or a slope for each head.
       mask: bool, broadcastable to [B, N, T, S].
       query_seq_lengths: int32 [B].
       key_value_seq_lengths: int32 [B].
       query_offset: int or int32 [B].
       segment_ids: int32 [B, T], or a pair of [B, T] and [B, S].
       sinks: float [N].
-      dropout_rate: in [0, 1).
       dropout_rng: the key of the dropout.
       return_residual: also return lse.
       **options: the arguments of `AttentionOptions.resolve`.
@@ -95,7 +95,11 @@ def attention(
     query = query.reshape(batch, seqlen_q, *groups, head_dim)
     logits = jnp.einsum("btkgd,bskd->bkgts", query, key, precision=precision, preferred_element_type=dtype)
     logits = resolved.scale * logits.reshape(batch, num_heads, seqlen_q, seqlen_kv)
-    if bias is not None:
+    if isinstance(bias, Alibi):
+        # In the logits' dtype, as any int32 is an offset.
+        distances = jnp.abs(row.astype(dtype) + (jnp.asarray(offset).astype(dtype) - column.astype(dtype)))
+        logits -= jnp.asarray(bias.slopes).astype(dtype)[:, None, None] * distances
+    elif bias is not None:
         logits += jnp.asarray(bias).astype(dtype)
     if resolved.logits_soft_cap:
         logits = resolved.logits_soft_cap * jnp.tanh(logits / resolved.logits_soft_cap)
@@ -116,9 +120,10 @@ def attention(
     lse = jnp.where(is_empty, -jnp.inf, maximum + jnp.log(safe_total))
 
     probabilities = weights / safe_total[..., None]
-    if dropout_rate:
-        keep = jax.random.bernoulli(dropout_rng, 1 - dropout_rate, probabilities.shape)
-        probabilities = jnp.where(keep, probabilities / (1 - dropout_rate), 0)
+    if resolved.dropout_rate:
+        seeds = _dropout.make_seeds(dropout_rng, batch, num_heads)
+        keep = _dropout.keep(seeds, resolved.dropout_rate, seqlen_q, seqlen_kv)
+        probabilities = jnp.where(keep, probabilities / (1 - resolved.dropout_rate), 0)
     probabilities = probabilities.reshape(batch, *groups, seqlen_q, seqlen_kv).astype(value.dtype)
     out = jnp.einsum(
         "bkgts,bske->btkge", probabilities, value, precision=precision, preferred_element_type=dtype

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _ffi
-from ._options import describe, static_float, static_int
+from ._alibi import Alibi
+from ._options import describe, static_int
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 _MAX_CUDA_HEAD_DIM = 256
@@ -91,9 +92,11 @@ def check_query_offset(query_offset: Any, batch: int | None) -> jax.Array | None
     return _int32_per_batch("query_offset", query_offset, batch, allow_scalar=True)
 
 
-def check_bias(bias: Any, scores: tuple[int, ...]) -> jax.Array | None:
+def check_bias(bias: Any, scores: tuple[int, ...]) -> jax.Array | Alibi | None:
     if bias is None:
         return None
+    if isinstance(bias, Alibi):
+        return Alibi(_float_per_head("the slopes of bias", bias.slopes, scores[-3]))
     bias = as_array("bias", bias)
     if bias.dtype not in _DTYPES:
         raise TypeError(f"bias must be float16, bfloat16, float32 or float64, got {bias.dtype}.")
@@ -140,37 +143,22 @@ def check_segment_ids(
 
 
 def check_sinks(sinks: Any, num_heads: int) -> jax.Array | None:
-    if sinks is None:
+    return None if sinks is None else _float_per_head("sinks", sinks, num_heads)
+
+
+def check_dropout_rng(dropout_rng: Any, rate: float) -> jax.Array | None:
+    """Checks the key of the dropout; None where the rate is 0."""
+    if not rate:
         return None
-    sinks = as_array("sinks", sinks)
-    if sinks.dtype not in _DTYPES:
-        raise TypeError(f"sinks must be float16, bfloat16, float32 or float64, got {sinks.dtype}.")
-    if sinks.shape != (num_heads,):
-        raise ValueError(f"sinks must have shape [N] = [{num_heads}], got {_shape(sinks)}.")
-    return sinks
-
-
-def check_dropout(dropout_rate: Any, dropout_rng: Any) -> float:
-    rate = static_float("dropout_rate", dropout_rate)
-    if not 0 <= rate < 1:
-        raise ValueError(f"dropout_rate must be at least 0 and below 1, got {rate}.")
-    if rate and dropout_rng is None:
+    if dropout_rng is None:
         raise ValueError(f"dropout_rng must be a PRNG key where dropout_rate is not 0 ({rate}), got None.")
-    if rate:
-        rng = as_array("dropout_rng", dropout_rng)
-        is_key = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
-        if not is_key and rng.dtype != jnp.uint32:
-            raise TypeError(f"dropout_rng must be a PRNG key, as of jax.random.key, got {describe(rng)}.")
-        if rng.ndim != (0 if is_key else 1):
-            raise ValueError(f"dropout_rng must be a single PRNG key, got {_shape(rng)}.")
-    return rate
-
-
-def check_fused(**unsupported: bool) -> None:
-    """Refuses the arguments that were given and that no fused kernel takes yet."""
-    for name, is_given in unsupported.items():
-        if is_given:
-            raise NotImplementedError(f"The fused kernels do not support {name}. {_USE_XLA}")
+    rng = as_array("dropout_rng", dropout_rng)
+    is_key = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+    if not is_key and rng.dtype != jnp.uint32:
+        raise TypeError(f"dropout_rng must be a PRNG key, as of jax.random.key, got {describe(rng)}.")
+    if rng.ndim != (0 if is_key else 1):
+        raise ValueError(f"dropout_rng must be a single PRNG key, got {_shape(rng)}.")
+    return rng
 
 
 def check_cuda(dtype: np.dtype, head_dim: int, *, is_gradient: bool) -> None:
@@ -225,6 +213,15 @@ def _int32_per_batch(name: str, x: Any, batch: int | None, *, allow_scalar: bool
         scalar = " or be a scalar" if allow_scalar else ""
         raise ValueError(f"{name} must have shape [{size}] (the batch size){scalar}, got {_shape(x)}.")
     return jnp.broadcast_to(x, (size,))
+
+
+def _float_per_head(name: str, x: Any, num_heads: int) -> jax.Array:
+    x = as_array(name, x)
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}.")
+    if x.shape != (num_heads,):
+        raise ValueError(f"{name} must have shape [N] = [{num_heads}], got {_shape(x)}.")
+    return x
 
 
 def _check_broadcastable(name: str, x: jax.Array, scores: tuple[int, ...]) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from ._alibi import Alibi
 from ._attention import flash_attention
 
 
@@ -21,7 +23,7 @@ def attention_fn(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    bias: jax.Array | None = None,
+    bias: jax.Array | Alibi | None = None,
     mask: jax.Array | None = None,
     broadcast_dropout: bool = True,
     dropout_rng: jax.Array | None = None,
@@ -38,27 +40,38 @@ def attention_fn(
 ) -> jax.Array:
     """The `attention_fn` of `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`.
 
+    It computes what flax's own attention computes, in training and in decoding, with two differences:
+
+    - A row that sees no key has output 0 and zero gradients. (Flax gives it the mean of all values.)
+    - Dropout keeps other weights, as its bits come from another generator, and it decides for each batch element
+      and head apart. (Flax has one decision for all of them, unless `broadcast_dropout` is False.)
+
     Every parameter that flax knows is named, because linen silently drops those that are not; what the kernels do
     not support is refused.
 
-    A causal layer needs no mask: give linen `functools.partial(attention_fn, is_causal=True)`, and call an nnx layer
-    with `is_causal=True`. In versions of flax whose nnx layer does not take `is_causal`, give it the partial too; in
-    those whose layer does, it always passes `is_causal` on, and so silently overrides that of a partial.
+    A causal layer needs no mask, which is an array of T x S that has to be written and read: give linen
+    `functools.partial(attention_fn, is_causal=True)`, and call an nnx layer with `is_causal=True`. In versions of
+    flax whose nnx layer does not take `is_causal`, give it the partial too; in those whose layer does, it always
+    passes `is_causal` on, and so silently overrides that of a partial. A layer that decodes is to have neither:
+    flax makes a mask of what is in the cache.
+
+    Flax's layers pass no bias: `functools.partial(attention_fn, bias=bias)` does.
 
     Args:
       query: [..., T, N, H], with any batch axes.
       key: [..., S, K, H].
       value: [..., S, K, Hv].
-      bias: not supported.
-      mask: not supported.
-      broadcast_dropout: without effect.
-      dropout_rng: without effect.
-      dropout_rate: must be 0 unless deterministic.
+      bias: broadcastable to [..., N, T, S]: added to the scaled logits, differentiable. Or :class:`jax_flash.Alibi`,
+        which counts the first query of each call as position 0, and so is not for decoding.
+      mask: of any dtype, broadcastable to [..., N, T, S]: the key is visible where it is not 0.
+      broadcast_dropout: without effect: see above.
+      dropout_rng: the PRNG key of the dropout; may be None where there is none.
+      dropout_rate: as of `flash_attention`; 0 if deterministic.
       deterministic: whether dropout is off, as in flax. (Not the option of `flash_attention`.)
       dtype: the dtype to compute in; None: the one that query, key and value promote to.
       precision: as of `flash_attention`.
       module: not supported: the attention weights that it would record are never written.
-      is_causal: whether query i sees only the keys j <= i.
+      is_causal: whether query i sees only the keys j <= i, of those that the mask shows.
       force_fp32_for_softmax: without effect: the softmax is always computed in at least float32.
       qk_attn_weights_einsum: not supported.
       attn_weights_value_einsum: not supported.
@@ -69,11 +82,9 @@ def attention_fn(
 
     Raises:
       NotImplementedError: an argument that is not supported was given.
-      TypeError, ValueError: as `flash_attention`.
+      TypeError, ValueError: as `flash_attention`; also `is_causal` in decoding.
     """
     refusals = {
-        "mask": "the kernels take no mask array. For causal attention pass no mask, and is_causal=True instead",
-        "bias": "the kernels take no bias",
         "module": "the attention weights are never written, so sow_weights cannot record them",
         "qk_attn_weights_einsum": "the kernels have their own products",
         "attn_weights_value_einsum": "the kernels have their own products",
@@ -83,15 +94,51 @@ def attention_fn(
     for name, reason in refusals.items():
         if given[name] is not None:
             raise NotImplementedError(f"jax_flash.flax.attention_fn does not support {name}: {reason}.")
-    if dropout_rate and not deterministic:
-        raise NotImplementedError(
-            "jax_flash.flax.attention_fn does not support dropout of attention weights: the kernels have none. Set "
-            f"the layer's dropout_rate to 0 (it is {dropout_rate}) or call it with deterministic=True."
-        )
 
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
     query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
     *batch, seqlen_q, num_heads, _ = query.shape
+    scores = (*batch, num_heads, seqlen_q, key.shape[-3])
+    if is_causal and mask is not None and seqlen_q == 1 < key.shape[-3]:
+        raise ValueError(
+            f"is_causal must be False in decoding, got True for one query and {key.shape[-3]} keys: the query would "
+            "see the first key alone. Flax's mask of the cache is enough."
+        )
+    if bias is not None and not isinstance(bias, Alibi):
+        bias = _fold_batch("bias", jnp.asarray(bias), scores)
+    if mask is not None:
+        mask = _fold_batch("mask", jnp.asarray(mask, bool), scores)
+    # Flax passes the layer's rate whether dropout is on or not.
+    dropout_rate = 0.0 if deterministic else dropout_rate
     query, key, value = (x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]) for x in (query, key, value))
-    out = flash_attention(query, key, value, is_causal=is_causal, precision=precision)
+    out = flash_attention(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        is_causal=is_causal,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        precision=precision,
+    )
     return out.reshape(*batch, seqlen_q, num_heads, out.shape[-1])
+
+
+def _fold_batch(name: str, x: jax.Array, scores: tuple[int, ...]) -> jax.Array:
+    """An array that is broadcastable to [..., N, T, S], with at most one batch axis."""
+    try:
+        fits = np.broadcast_shapes(x.shape, scores) == scores
+    except ValueError:
+        fits = False
+    if not fits:
+        # Here, as flash_attention sees the batch axes as one and could not name the shape that was passed.
+        raise ValueError(
+            f"{name} must be broadcastable to [..., N, T, S] = {list(scores)}, got shape {list(x.shape)}."
+        )
+    batch, own = scores[:-3], x.shape[:-3]
+    if math.prod(own) == 1:
+        return x.reshape(x.shape[len(own) :])  # the same for the whole batch: not repeated
+    if own != batch:
+        x = jnp.broadcast_to(x, (*batch, *x.shape[-3:]))  # some batch axes, but not others
+    return x.reshape(math.prod(batch), *x.shape[-3:])

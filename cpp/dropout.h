@@ -1,0 +1,54 @@
+// Which probabilities dropout keeps: a function of seed, head, row and column alone, the same in every kernel
+// and in jax_flash/_dropout.py. The bits are those of Philox4x32-10 (Salmon et al., "Parallel random numbers:
+// as easy as 1, 2, 3", 2011).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "params.h"
+
+#ifdef __CUDACC__
+#define JAX_FLASH_INLINE __host__ __device__ __forceinline__
+#else
+#define JAX_FLASH_INLINE inline
+#endif
+
+namespace jax_flash {
+
+// Of one head. A call decides about the 8 pairs of rows r, r + 8 and columns c, c + 1, c + 8, c + 9 of a 16 x
+// 16 tile: those that a thread of a tensor core product holds, whichever way round the tile lies.
+struct Dropout {
+  uint32_t key[2];
+  uint32_t head;
+  uint32_t threshold;  // a pair is kept if its 16 bits are not below
+
+  struct Bits {
+    uint32_t words[4];
+
+    // Of row half `h` (rows r + 8 h), column half `half` and column c + `odd` within it.
+    JAX_FLASH_INLINE uint32_t decision(int h, int half, int odd) const {
+      return words[2 * h + half] >> (16 * odd) & 0xffff;
+    }
+  };
+
+  JAX_FLASH_INLINE Bits bits(uint32_t row, uint32_t column) const {
+    uint32_t c[4] = {row / 16 * 8 + row % 8, column / 16 * 4 + column % 8 / 2, head, 0};
+    uint32_t k[2] = {key[0], key[1]};
+    for (int round = 0; round < 10; ++round) {
+      const uint64_t a = uint64_t{0xD2511F53} * c[0], b = uint64_t{0xCD9E8D57} * c[2];
+      const uint32_t next[4] = {static_cast<uint32_t>(b >> 32) ^ c[1] ^ k[0], static_cast<uint32_t>(b),
+                                static_cast<uint32_t>(a >> 32) ^ c[3] ^ k[1], static_cast<uint32_t>(a)};
+      for (int i = 0; i < 4; ++i) c[i] = next[i];
+      k[0] += 0x9E3779B9, k[1] += 0xBB67AE85;
+    }
+    return {{c[0], c[1], c[2], c[3]}};
+  }
+
+  JAX_FLASH_INLINE bool keeps(uint32_t decision) const { return decision >= threshold; }
+
+  // The threshold of a rate.
+  static uint32_t threshold_of(double rate) { return static_cast<uint32_t>(std::nearbyint(rate * 65536)); }
+};
+
+}  // namespace jax_flash

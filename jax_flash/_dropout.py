@@ -1,0 +1,60 @@
+"""Which probabilities dropout keeps: a function of key, batch, head, row and column, the same in every kernel.
+
+The bits are those of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). One call
+decides about the 8 pairs of rows r, r + 8 and columns c, c + 1, c + 8, c + 9: those that a thread of a tensor core's
+16 x 16 tile holds, whichever way round the tile lies.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_DECISION_BITS = 16
+
+
+def make_seeds(rng: jax.Array, batch: int, num_heads: int) -> jax.Array:
+    """uint32 [B, N, 3]: the key of Philox in two words, of every head, and the number of the head."""
+    key = jax.random.bits(rng, (2,), jnp.uint32)
+    heads = jnp.arange(batch * num_heads, dtype=jnp.uint32).reshape(batch, num_heads, 1)
+    return jnp.concatenate([jnp.broadcast_to(key, (batch, num_heads, 2)), heads], axis=-1)
+
+
+def keep(seeds: jax.Array, rate: float, seqlen_q: int, seqlen_kv: int) -> jax.Array:
+    """Which pairs dropout of `rate` keeps: bool [B, N, T, S], from seeds [B, N, 3]."""
+    row = jnp.arange(seqlen_q, dtype=jnp.uint32)[:, None]
+    column = jnp.arange(seqlen_kv, dtype=jnp.uint32)
+    counter = (
+        row // 16 * 8 + row % 8,
+        column // 16 * 4 + column % 8 // 2,
+        seeds[..., 2, None, None],
+        jnp.uint32(0),
+    )
+    words = _philox(counter, (seeds[..., 0, None, None], seeds[..., 1, None, None]))
+    left, right = (jnp.where(column % 16 < 8, a, b) for a, b in ((words[0], words[1]), (words[2], words[3])))
+    word = jnp.where(row % 16 < 8, left, right)
+    half = (word >> (column % 2 * _DECISION_BITS)) & (2**_DECISION_BITS - 1)
+    return half >= jnp.uint32(round(rate * 2**_DECISION_BITS))
+
+
+def _philox(counter: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        (high0, low0), (high1, low1) = _product(c0, _MULTIPLIERS[0]), _product(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + jnp.uint32(_KEY_STEPS[0]), k1 + jnp.uint32(_KEY_STEPS[1])
+    return c0, c1, c2, c3
+
+
+def _product(x: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
+    """The high and the low 32 bits of a product: 64-bit integers exist only with jax_enable_x64."""
+    mask = jnp.uint32(0xFFFF)
+    x_high, x_low = x >> 16, x & mask
+    f_high, f_low = jnp.uint32(factor >> 16), jnp.uint32(factor & 0xFFFF)
+    low, middle0, middle1 = x_low * f_low, x_low * f_high, x_high * f_low
+    carry = ((low >> 16) + (middle0 & mask) + (middle1 & mask)) >> 16
+    return x_high * f_high + (middle0 >> 16) + (middle1 >> 16) + carry, x * jnp.uint32(factor)
