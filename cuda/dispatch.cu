@@ -7,12 +7,14 @@
 #include "arithmetic.h"
 #include "launch.h"
 #include "sm80/backward.cuh"
+#include "sm80/backward_bias.cuh"
 #include "sm80/backward_compact.cuh"
 #include "sm80/backward_dq.cuh"
 #include "sm80/forward.cuh"
 #include "sm90/backward.cuh"
 #include "sm90/backward_dq.cuh"
 #include "sm90/forward.cuh"
+#include "visibility.cuh"
 
 // Each kernel is compiled in a unit of its own.
 #define KERNEL(direction, arch, arithmetic, head_dim)                                                  \
@@ -24,7 +26,7 @@
 namespace jax_flash::cuda {
 namespace {
 
-enum class Direction { forward, backward, backward_dq, backward_compact = backward };
+enum class Direction { forward, backward, backward_dq, backward_bias, backward_compact = backward };
 enum class Arithmetic { bfloat16, float16, tf32, tf32x3 };
 
 struct Kernel {
@@ -145,6 +147,7 @@ std::string run_forward(const ForwardParams& params, cudaStream_t stream, int de
   const DeviceGuard guard(device);
   LaunchContext context;
   if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
+  if (const cudaError_t error = launch_visibility(params, params.visible, context)) return describe(error);
   return run_kernel(Direction::forward, params, context);
 }
 
@@ -152,10 +155,18 @@ std::string run_backward(const BackwardParams& params, cudaStream_t stream, int 
   const DeviceGuard guard(device);
   LaunchContext context;
   if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
-
+  if (const cudaError_t error = launch_visibility(params, params.visible, context)) return describe(error);
   if (std::string message = run_kernel(Direction::backward, params, context); !message.empty())
     return message;
   return params.options.deterministic ? run_kernel(Direction::backward_dq, params, context) : "";
+}
+
+std::string run_backward_bias(const BackwardParams& params, cudaStream_t stream, int device) {
+  const DeviceGuard guard(device);
+  LaunchContext context;
+  if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
+  if (const cudaError_t error = launch_visibility(params, params.visible, context)) return describe(error);
+  return run_kernel(Direction::backward_bias, params, context);
 }
 
 std::vector<std::string> kernel_names() {

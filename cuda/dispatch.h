@@ -14,6 +14,7 @@ namespace jax_flash::cuda {
 // be those that ffi_util.h lets pass; nothing synchronises.
 std::string run_forward(const ForwardParams& params, cudaStream_t stream, int device);
 std::string run_backward(const BackwardParams& params, cudaStream_t stream, int device);
+std::string run_backward_bias(const BackwardParams& params, cudaStream_t stream, int device);
 
 // "forward sm80 bfloat16 128", ...: one line a compiled kernel.
 std::vector<std::string> kernel_names();

@@ -33,3 +33,8 @@ foreach(head_dim IN LISTS sm80_head_dims)
     endif()
   endforeach()
 endforeach()
+
+# Takes head dims piece by piece: one kernel for all.
+foreach(arithmetic IN ITEMS bfloat16 float16 tf32 tf32x3)
+  jax_flash_kernel(backward_bias sm80 ${arithmetic} 256)
+endforeach()

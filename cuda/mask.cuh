@@ -1,4 +1,5 @@
-// Which (query, key) pairs are visible: the only place that knows causal, window, lengths and offset.
+// Which (query, key) pairs are visible by causal, window, lengths and offset: the only place that knows them.
+// (Mask and segments: pairs.cuh and visibility.cuh.)
 //
 // Query row i sees the keys first_key(i) <= j <= last_key(i), an interval whose ends never fall as i grows.
 // So a tile's range of keys is read off its first and last row, and a block of keys' range of rows likewise.
@@ -25,14 +26,16 @@ struct KeyBlocks {
 inline bool is_full(const AttentionParams& params) {
   const Options& options = params.options;
   return !options.is_causal && options.window_left < 0 && options.window_right < 0 &&
-         !params.query_seq_lengths && !params.key_value_seq_lengths;
+         !params.query_seq_lengths && !params.key_value_seq_lengths && !params.mask &&
+         !params.query_segment_ids;
 }
 
 // Does query i see the keys up to i, of as many?
 inline bool is_triangle(const AttentionParams& params) {
   const Options& options = params.options;
   return options.is_causal && options.window_left < 0 && !params.query_seq_lengths &&
-         !params.key_value_seq_lengths && !params.query_offset && params.seqlen_q == params.seqlen_kv;
+         !params.key_value_seq_lengths && !params.query_offset && params.seqlen_q == params.seqlen_kv &&
+         !params.mask && !params.query_segment_ids;
 }
 
 // How many keys does a query see at most?

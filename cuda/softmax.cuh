@@ -21,19 +21,24 @@ inline constexpr float kLn2 = 0.6931471805599453f;
 
 // How a score becomes a logit: logit * log2(e) = scale_log2 * transform(score), scale_log2 >= 0.
 struct LogitScale {
+  // kMultiply: x = score * multiplier + bias * bias_multiplier; kSoftCap: tanh(x).
   enum Transform { kNone, kMultiply, kSoftCap } transform;
-  float multiplier;  // kMultiply: score * multiplier; kSoftCap: tanh(score * multiplier)
+  float multiplier, bias_multiplier;
   float scale_log2;
   float scale;  // d logit / d score, but for the soft cap's 1 - tanh^2
 
-  explicit LogitScale(const Options& options) {
+  explicit LogitScale(const AttentionParams& params) {
+    const Options& options = params.options;
+    const bool has_bias = params.bias || params.alibi_slopes;
     const double log2e = 1.4426950408889634074;
     scale = static_cast<float>(options.scale);
+    bias_multiplier = 1;
     if (options.logits_soft_cap > 0) {
       transform = kSoftCap;
       multiplier = static_cast<float>(options.scale / options.logits_soft_cap);
+      bias_multiplier = static_cast<float>(1 / options.logits_soft_cap);
       scale_log2 = static_cast<float>(options.logits_soft_cap * log2e);
-    } else if (options.scale * log2e >= FLT_MIN) {
+    } else if (options.scale * log2e >= FLT_MIN && !has_bias) {
       transform = kNone;
       multiplier = 1;
       scale_log2 = static_cast<float>(options.scale * log2e);
@@ -52,6 +57,9 @@ struct LogitScale {
 __device__ __forceinline__ float tanh_from_exp2(float x) {
   return 1 - 2 * ptx::reciprocal_approx(ptx::exp2_approx(x * (2 * kLog2e)) + 1);
 }
+
+// Of t = tanh(x): its derivative; 0 for NaN, which a hidden pair's bias may be, and whose p is 0.
+__device__ __forceinline__ float soft_cap_slope(float t) { return fmaxf(fmaf(-t, t, 1), 0); }
 
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void transform_scores(float (&scores)[kMTiles][kNTiles][4],

@@ -81,6 +81,19 @@ constexpr BackwardDqTile backward_dq_tile(int element_bytes, int head_dim) {
   return {32, 16, 2, 1, 2};                       // 96 KB
 }
 
+struct BackwardBiasTile {
+  int block_m, block_n;  // query rows, key rows
+  int piece;             // columns of the head dim at a time
+  int warps;             // in a grid of (rows, columns):
+  int warps_m;           //   so many along block_m
+  int blocks_per_sm;     // what the registers are budgeted for
+};
+
+constexpr BackwardBiasTile backward_bias_tile(int element_bytes) {
+  if (element_bytes == 2) return {128, 128, 64, 8, 4, 1};  // 64 KB
+  return {64, 64, 32, 4, 2, 2};                            // 32 KB
+}
+
 }  // namespace jax_flash::cuda::sm80
 
 namespace jax_flash::cuda::sm90 {

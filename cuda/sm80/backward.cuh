@@ -16,12 +16,14 @@
 #include "delta.cuh"
 #include "launch.h"
 #include "mask.cuh"
+#include "pairs.cuh"
 #include "params.h"
 #include "sm80/product.cuh"
 #include "sm80/scores.cuh"
 #include "sm80/shared_tile.cuh"
 #include "softmax.cuh"
 #include "tiles.h"
+#include "visibility.cuh"
 
 namespace jax_flash::cuda {
 using backward_params = BackwardParams;
@@ -32,6 +34,7 @@ namespace jax_flash::cuda::sm80 {
 struct BackwardArguments {
   BackwardParams params;
   LogitScale logit;
+  PairOptions pairs;
   HeadRows q, k, v, dout;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv], [B * T, N, Hv]
   float* dq_accum;         // [B, T, N, H]; null when deterministic
   int stages;  // buffers for queries and dout: 2, or 1 where a second would keep a second block off the
@@ -55,7 +58,64 @@ struct BackwardConfig {
   }
 };
 
-template <class Arithmetic, int kHeadDim, bool kCompact,
+// The blocks of queries that a tile of keys goes through: of the group's first head, then of its second, ...
+template <bool kGeneral, class Config>
+class QueryWalk {
+ public:
+  using Queries = BlockList<kGeneral, /*kOfQueries=*/false, Config::kBlockN, Config::kBlockM>;
+
+  int head, m_start;  // of the block at hand
+  int blocks = 0;     // that are left, with this one
+
+  __device__ __forceinline__ QueryWalk(const BackwardParams& params, int batch, int n_start, int first_head,
+                                       int group, int m_begin, int m_blocks)
+      : params_(params),
+        batch_(batch),
+        n_start_(n_start),
+        first_(m_begin / Config::kBlockM),
+        m_blocks_(m_blocks),
+        queries_(of_head(first_head)) {
+    head = first_head;
+    if constexpr (kGeneral) {
+#pragma unroll 1
+      for (int i = 0; i < group; ++i) blocks += of_head(first_head + i).count;
+    } else {
+      blocks = m_blocks * group;
+    }
+    seek();
+  }
+
+  // To the next block, if there is one.
+  __device__ __forceinline__ void advance() {
+    --blocks;
+    ++index_;
+    seek();
+  }
+
+  __device__ __forceinline__ bool is_whole() const { return queries_.is_whole(index_); }
+
+ private:
+  __device__ __forceinline__ Queries of_head(int head) const {
+    return {params_, params_.visible, batch_, head, n_start_, first_, first_ + m_blocks_};
+  }
+
+  __device__ __forceinline__ void seek() {
+    if (blocks == 0) return;
+    while (index_ == queries_.count) {
+      ++head;
+      index_ = 0;
+      if constexpr (kGeneral) queries_ = of_head(head);
+    }
+    m_start = queries_.start(index_);
+  }
+
+  const BackwardParams& params_;
+  int batch_, n_start_, first_, m_blocks_;
+  Queries queries_;
+  int index_ = 0;
+};
+
+template <class Arithmetic, int kHeadDim, bool kCompact, bool kGeneral,
           class Config = BackwardConfig<Arithmetic, kHeadDim, kCompact>>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     backward_kernel(const __grid_constant__ BackwardArguments arguments) {
@@ -106,32 +166,27 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const uint32_t ring = sDs.base + ScoreTile::kBytes;  // [stages, 2, kBlockM, kHeadDim]: q, dout
   const uint32_t stage_step = arguments.stages == 2 ? 2 * QTile::kBytes : 0;
 
-  // The rows m_begin..m_end of the group's first head, then those of its second, and so on, block by block.
-  const int m_end = m_begin + m_blocks * kBlockM;
+  using Walk = QueryWalk<kGeneral, Config>;
+  Walk walk(params, batch, n_start, first_head, group, m_begin, m_blocks), to_load = walk;
   using KvLoader = TileLoader<kThreads, KvTile>;
   using QLoader = TileLoader<kThreads, QTile>;
-  QLoader q_loader(arguments.q, q_row0 + m_begin, first_head);
-  QLoader dout_loader(arguments.dout, q_row0 + m_begin, first_head);
-  int blocks_to_load = m_blocks * group;
-  int load_m = m_begin;
+  QLoader q_loader(arguments.q, q_row0, first_head);
+  QLoader dout_loader(arguments.dout, q_row0, first_head);
+  int loader_m = 0, loader_head = first_head;
   uint32_t load_stage = 0;
   auto load_next = [&] {
-    if (blocks_to_load > 0) {
+    if (to_load.blocks > 0) {
       const QTile sQ{ring + load_stage}, sDout{sQ.base + QTile::kBytes};
-      q_loader.load(sQ, load_m, mask.q_length);
-      dout_loader.load(sDout, load_m, mask.q_length);
-      q_loader.move_rows(kBlockM);
-      dout_loader.move_rows(kBlockM);
-      load_m += kBlockM;
-      if (load_m == m_end) {
-        load_m = m_begin;
-        q_loader.move_rows(m_begin - m_end);
-        q_loader.move_heads(1);
-        dout_loader.move_rows(m_begin - m_end);
-        dout_loader.move_heads(1);
+      for (QLoader* loader : {&q_loader, &dout_loader}) {
+        loader->move_rows(to_load.m_start - loader_m);
+        loader->move_heads(to_load.head - loader_head);
       }
+      loader_m = to_load.m_start;
+      loader_head = to_load.head;
+      q_loader.load(sQ, loader_m, mask.q_length);
+      dout_loader.load(sDout, loader_m, mask.q_length);
       load_stage ^= stage_step;
-      --blocks_to_load;
+      to_load.advance();
     }
     ptx::copy_async_commit();
   };
@@ -139,7 +194,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   float dk[kDkvRows / 16][kDkvColumns / 8][4], dv[kDkvRows / 16][kDkvColumns / 8][4];
   clear(dk);
   clear(dv);
-  if (m_blocks > 0) {
+  if (walk.blocks > 0) {
     KvLoader(arguments.k, kv_row0 + n_start, kv_head).load(sK, n_start, mask.kv_length);
     KvLoader(arguments.v, kv_row0 + n_start, kv_head).load(sV, n_start, mask.kv_length);
     load_next();
@@ -152,24 +207,24 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   // that, and dq_accum gets its scale when it is converted.
   const float ds_scale = kIs16Bit<Arithmetic> ? 1 : arguments.logit.scale;
   const int stats_stride = static_cast<int>(stats_length(seqlen_q));
-  const int64_t stats_row = (int64_t{batch} * num_heads + first_head) * stats_stride + m_begin + score_row;
-  const float* gLse = params.lse_log2 + stats_row;
-  const float* gDelta = params.delta + stats_row;
+  const int64_t stats_row = (int64_t{batch} * num_heads + first_head) * stats_stride + score_row;
   const int64_t dq_stride = int64_t{num_heads} * head_dim;
-  float* gDq = arguments.dq_accum + (q_row0 + m_begin + dq_row + lane_id() / 4) * dq_stride +
-               int64_t{first_head} * head_dim + dq_column;
+  float* gDq0 = arguments.dq_accum + (q_row0 + dq_row + lane_id() / 4) * dq_stride +
+                int64_t{first_head} * head_dim + dq_column;
   // Every run of this warp's columns lies within head_dim and is aligned.
   const bool dq_columns_whole = dq_column + kDqColumns <= head_dim && head_dim % kRunColumns<Arithmetic> == 0;
   uint32_t stage = 0;
-  int m_start = m_begin;
 #pragma unroll 1
-  for (int blocks = m_blocks * group; blocks > 0; --blocks) {
+  for (; walk.blocks > 0; walk.advance()) {
+    const int m_start = walk.m_start, head = walk.head;
+    const int64_t stats = stats_row + (head - first_head) * stats_stride + m_start;
+    const Pairs<false> pairs{params, arguments.pairs, batch, head};
     const QTile sQ{ring + stage};                // [kBlockM, kHeadDim]
     const QTile sDout{sQ.base + QTile::kBytes};  // [kBlockM, kHeadDim]
 
     float lse_log2[kScoreRows / 16][2], delta[kScoreRows / 16][2];
-    load_row_stats(lse_log2, gLse);
-    load_row_stats(delta, gDelta);
+    load_row_stats(lse_log2, params.lse_log2 + stats);
+    load_row_stats(delta, params.delta + stats);
 
     // This block's rows have come, to all threads, and all are done with those before.
     ptx::copy_async_wait<0>();
@@ -182,10 +237,33 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
         p, KMajorA<Arithmetic, QTile, kScoreRows / 16>(sQ, score_row),
         KMajorB<Arithmetic, KvTile>(sK, score_column));
-    const bool covered = mask.covers(m_start + score_row, kScoreRows, n_start + score_column, kScoreColumns);
+    const int row0 = m_start + score_row, column0 = n_start + score_column;
+    const bool covered = mask.covers(row0, kScoreRows, column0, kScoreColumns);
+    const bool whole = !kGeneral || walk.is_whole();
+    [[maybe_unused]] PairBits<kScoreColumns / 8> visible[kScoreRows / 16], kept[kScoreRows / 16];
+    if constexpr (kGeneral) {
+      transform_scores(p, pairs, arguments.logit, row0, column0);
+      if (!whole) load_visible(visible, pairs, row0, column0);
+      if (pairs.may_drop()) draw_kept(kept, pairs, row0, column0);
+    } else {
+      transform_scores(p, arguments.logit);
+    }
+    auto hide = [&](auto& x) {
+      if (!covered) fill_hidden(x, mask, row0, column0, 0);
+      if (!whole) fill_unset(x, visible, 0);
+    };
     recompute_probabilities(p, arguments.logit, lse_log2, [&](auto& probabilities) {
-      if (!covered) fill_hidden(probabilities, mask, m_start + score_row, n_start + score_column, 0);
-      store_accumulators<Arithmetic>(sP, score_row, score_column, probabilities);
+      hide(probabilities);
+      if (kGeneral && pairs.may_drop()) {
+        float kept_probabilities[kScoreRows / 16][kScoreColumns / 8][4];
+        for_each_accumulator(p, [&](int mt, int h, int nt, int c) {
+          kept_probabilities[mt][nt][2 * h + c] = probabilities[mt][nt][2 * h + c];
+        });
+        fill_unset(kept_probabilities, kept, 0);
+        store_accumulators<Arithmetic>(sP, score_row, score_column, kept_probabilities);
+      } else {
+        store_accumulators<Arithmetic>(sP, score_row, score_column, probabilities);
+      }
     });
 
     // ---- ds = p * (dout v^T - delta) ----
@@ -194,8 +272,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
         ds, KMajorA<Arithmetic, QTile, kScoreRows / 16>(sDout, score_row),
         KMajorB<Arithmetic, KvTile>(sV, score_column));
+    if (kGeneral && pairs.may_drop()) {
+      for_each_accumulator(ds, [&](int mt, int h, int nt, int c) {
+        float& x = ds[mt][nt][2 * h + c];
+        x = kept[mt].test(nt, 2 * h + c) ? x * arguments.pairs.kept_factor : 0;
+      });
+    }
     score_gradients(ds, p, delta, ds_scale);
-    if (!covered) fill_hidden(ds, mask, m_start + score_row, n_start + score_column, 0);
+    hide(ds);
     store_accumulators<Arithmetic>(sDs, score_row, score_column, ds);
     __syncthreads();
 
@@ -211,6 +295,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 
     // ---- dq += ds k ----
     if (arguments.dq_accum) {
+      float* gDq = gDq0 + m_start * dq_stride + int64_t{head - first_head} * head_dim;
       float dq[kDqRows / 16][kDqColumns / 8][4];
       clear(dq);
       multiply_add<Arithmetic, kBlockN / kStepK<Arithmetic>>(
@@ -250,16 +335,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       load_next();
     }
     stage ^= stage_step;
-    m_start += kBlockM;
-    gLse += kBlockM;
-    gDelta += kBlockM;
-    gDq += kBlockM * dq_stride;
-    if (m_start == m_end) {
-      m_start = m_begin;
-      gLse += m_begin - m_end + stats_stride;
-      gDelta += m_begin - m_end + stats_stride;
-      gDq += (m_begin - m_end) * dq_stride + head_dim;
-    }
   }
 
   // ---- Write dk and dv; keys beyond the length get zeros ----
@@ -277,12 +352,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
         });
       };
       write(params.dk, head_dim, kIs16Bit<Arithmetic> ? arguments.logit.scale : 1, dk);
-      write(params.dv, arguments.v.head_dim, 1, dv);
+      write(params.dv, arguments.v.head_dim, kGeneral ? arguments.pairs.kept_factor : 1, dv);
     }
   }
 }
 
-template <class Arithmetic, int kHeadDim, bool kCompact>
+template <class Arithmetic, int kHeadDim, bool kCompact, bool kGeneral>
 cudaError_t launch_backward(const BackwardParams& params, const LaunchContext& context) {
   using Config = BackwardConfig<Arithmetic, kHeadDim, kCompact>;
   using Element = typename Config::Element;
@@ -299,9 +374,13 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchContext& c
   const int stages = blocks_per_sm(2) >= blocks_per_sm(1) ? 2 : 1;
   const int64_t dq_size = params.batch * params.seqlen_q * params.num_heads * params.head_dim;
   cudaError_t error = launch_delta<Element>(params, dq_accum, dq_accum ? dq_size : 0, context);
+  if (error == cudaSuccess) {
+    error = launch_lists(params, params.visible, QueryWalk<kGeneral, Config>::Queries::shape(), context);
+  }
   if (error != cudaSuccess) return error;
   const BackwardArguments arguments{params,
-                                    LogitScale(params.options),
+                                    LogitScale(params),
+                                    PairOptions(params),
                                     head_rows<Element>(params.q, params.num_heads, params.head_dim),
                                     head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
                                     head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
@@ -309,7 +388,7 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchContext& c
                                     dq_accum,
                                     stages};
   const int64_t blocks = ceil_div(params.seqlen_kv, Config::kBlockN) * params.num_kv_heads * params.batch;
-  error = launch(backward_kernel<Arithmetic, kHeadDim, kCompact>, blocks, Config::kThreads,
+  error = launch(backward_kernel<Arithmetic, kHeadDim, kCompact, kGeneral>, blocks, Config::kThreads,
                  Config::shared_bytes(stages), context, arguments);
   if constexpr (kIs16Bit<Arithmetic>) {
     if (error == cudaSuccess && dq_accum) return launch_convert<Element>(params, context);
@@ -317,9 +396,15 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchContext& c
   return error;
 }
 
+template <class Arithmetic, int kHeadDim, bool kCompact>
+cudaError_t launch_backward_form(const BackwardParams& params, const LaunchContext& context) {
+  return has_pairs(params) ? launch_backward<Arithmetic, kHeadDim, kCompact, true>(params, context)
+                           : launch_backward<Arithmetic, kHeadDim, kCompact, false>(params, context);
+}
+
 template <class Arithmetic, int kHeadDim>
 cudaError_t backward(const BackwardParams& params, const LaunchContext& context) {
-  return launch_backward<Arithmetic, kHeadDim, /*kCompact=*/false>(params, context);
+  return launch_backward_form<Arithmetic, kHeadDim, /*kCompact=*/false>(params, context);
 }
 
 }  // namespace jax_flash::cuda::sm80

@@ -11,7 +11,7 @@ namespace jax_flash::cuda::sm80 {
 
 template <class Arithmetic, int kHeadDim>
 cudaError_t backward_compact(const BackwardParams& params, const LaunchContext& context) {
-  return launch_backward<Arithmetic, kHeadDim, /*kCompact=*/true>(params, context);
+  return launch_backward_form<Arithmetic, kHeadDim, /*kCompact=*/true>(params, context);
 }
 
 }  // namespace jax_flash::cuda::sm80

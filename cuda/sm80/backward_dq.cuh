@@ -8,12 +8,14 @@
 #include "delta.cuh"
 #include "launch.h"
 #include "mask.cuh"
+#include "pairs.cuh"
 #include "params.h"
 #include "sm80/product.cuh"
 #include "sm80/scores.cuh"
 #include "sm80/shared_tile.cuh"
 #include "softmax.cuh"
 #include "tiles.h"
+#include "visibility.cuh"
 
 namespace jax_flash::cuda {
 using backward_dq_params = BackwardParams;
@@ -24,6 +26,7 @@ namespace jax_flash::cuda::sm80 {
 struct BackwardDqArguments {
   BackwardParams params;
   LogitScale logit;
+  PairOptions pairs;
   HeadRows q, k, v, dout;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv], [B * T, N, Hv]
 };
 
@@ -37,9 +40,12 @@ struct BackwardDqConfig {
   using QTile = SharedTile<Arithmetic, kBlockM, kHeadDim, /*kRounded=*/true>;
   using KvTile = SharedTile<Arithmetic, kBlockN, kHeadDim>;
   static constexpr int kSharedBytes = 2 * QTile::kBytes + 2 * kStages * KvTile::kBytes;
+  template <bool kGeneral>
+  using Keys = BlockList<kGeneral, /*kOfQueries=*/true, kBlockM, kBlockN>;
 };
 
-template <class Arithmetic, int kHeadDim, class Config = BackwardDqConfig<Arithmetic, kHeadDim>>
+template <class Arithmetic, int kHeadDim, bool kGeneral,
+          class Config = BackwardDqConfig<Arithmetic, kHeadDim>>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     backward_dq_kernel(const __grid_constant__ BackwardDqArguments arguments) {
   using Element = typename Config::Element;
@@ -64,15 +70,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int m_last = min(m_start + kBlockM, mask.q_length) - 1;
   const int n_begin = m_last < m_start ? 0 : mask.first_key(m_start) / kBlockN;
   const int n_end = m_last < m_start ? 0 : (mask.last_key(m_last) + kBlockN) / kBlockN;
+  const typename Config::template Keys<kGeneral> keys(params, params.visible, batch, head, m_start, n_begin,
+                                                      n_end);
+  const Pairs<false> pairs{params, arguments.pairs, batch, head};
 
   extern __shared__ __align__(128) uint8_t shared[];
   const QTile sQ{ptx::shared_address(shared)};       // [kBlockM, kHeadDim]
   const QTile sDout{sQ.base + QTile::kBytes};        // [kBlockM, kHeadDim]
   const uint32_t ring = sDout.base + QTile::kBytes;  // [kStages, 2, kBlockN, kHeadDim]: k, v
 
-  // Item i is block n_end - 1 - i of keys and values.
-  const int num_items = n_end - n_begin;
-  const int last_row = (n_end - 1) * kBlockN;
+  // Item i is the i-th block of keys and values from the end.
+  const int num_items = keys.count;
+  auto block_start = [&](int i) { return keys.start(num_items - 1 - i); };
+  const int last_row = num_items > 0 ? block_start(0) : 0;
   const int64_t kv_row0 = int64_t{batch} * seqlen_kv, q_row0 = int64_t{batch} * seqlen_q;
   using KvLoader = TileLoader<kThreads, KvTile>;
   using QLoader = TileLoader<kThreads, QTile>;
@@ -80,12 +90,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       v_loader(arguments.v, kv_row0 + last_row, kv_head);
   auto load_item = [&](int item) {
     if (item < num_items) {
-      const int row = last_row - item * kBlockN;
+      const int row = block_start(item);
       const KvTile sK{ring + item % kStages * 2 * KvTile::kBytes}, sV{sK.base + KvTile::kBytes};
       k_loader.load(sK, row, mask.kv_length);
       v_loader.load(sV, row, mask.kv_length);
-      k_loader.move_rows(-kBlockN);
-      v_loader.move_rows(-kBlockN);
+      const int step = kGeneral ? (item + 1 < num_items ? block_start(item + 1) - row : 0) : -kBlockN;
+      k_loader.move_rows(step);
+      v_loader.move_rows(step);
     }
     ptx::copy_async_commit();
   };
@@ -109,7 +120,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 
 #pragma unroll 1
   for (int item = 0; item < num_items; ++item) {
-    const int n_start = last_row - item * kBlockN;
+    const int n_start = block_start(item);
     const KvTile sK{ring + item % kStages * 2 * KvTile::kBytes};  // [kBlockN, kHeadDim]
     const KvTile sV{sK.base + KvTile::kBytes};                    // [kBlockN, kHeadDim]
 
@@ -125,12 +136,29 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       clear(p);
       multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
           p, KMajorA<Arithmetic, QTile, kMTiles>(sQ, warp_row), KMajorB<Arithmetic, KvTile>(sK, 0));
+      if constexpr (kGeneral) {
+        transform_scores(p, pairs, arguments.logit, warp_m, n_start);
+      } else {
+        transform_scores(p, arguments.logit);
+      }
       recompute_probabilities(p, arguments.logit, lse_log2, [](auto&) {});
       clear(ds);
       multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
           ds, KMajorA<Arithmetic, QTile, kMTiles>(sDout, warp_row), KMajorB<Arithmetic, KvTile>(sV, 0));
+      [[maybe_unused]] PairBits<kNTiles> bits[kMTiles];
+      if (kGeneral && pairs.may_drop()) {
+        draw_kept(bits, pairs, warp_m, n_start);
+        for_each_accumulator(ds, [&](int mt, int h, int nt, int c) {
+          float& x = ds[mt][nt][2 * h + c];
+          x = bits[mt].test(nt, 2 * h + c) ? x * arguments.pairs.kept_factor : 0;
+        });
+      }
       score_gradients(ds, p, delta, 1);
       if (!covered) fill_hidden(ds, mask, warp_m, n_start, 0);
+      if (kGeneral && !keys.is_whole(num_items - 1 - item)) {
+        load_visible(bits, pairs, warp_m, n_start);
+        fill_unset(ds, bits, 0);
+      }
 
       // ---- dq += ds k ----
       RegisterA<Arithmetic, kMTiles, kNTiles> ds_operand;
@@ -152,7 +180,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     for (int h = 0; h < 2; ++h) {
       const int row = warp_m + accumulator_row(mt, h);
       if (row >= seqlen_q) continue;
-      const bool seeing = mask.first_key(row) <= mask.last_key(row);
+      // In a row that sees no key, others of its tile may have left 0 * NaN.
+      const bool seeing = mask.first_key(row) <= mask.last_key(row) &&
+                          (!kGeneral || params.lse_log2[stats_row + accumulator_row(mt, h)] != INFINITY);
       Element* gDq = static_cast<Element*>(params.dq) + ((q_row0 + row) * num_heads + head) * head_dim;
       for_each_run<Arithmetic>(dq, mt, h, [&](int column, const auto& values) {
         store_run<Arithmetic>(gDq, column, head_dim, seeing, arguments.logit.scale, values);
@@ -161,19 +191,29 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   }
 }
 
-template <class Arithmetic, int kHeadDim>
-cudaError_t backward_dq(const BackwardParams& params, const LaunchContext& context) {
+template <class Arithmetic, int kHeadDim, bool kGeneral>
+cudaError_t launch_backward_dq(const BackwardParams& params, const LaunchContext& context) {
   using Config = BackwardDqConfig<Arithmetic, kHeadDim>;
   using Element = typename Config::Element;
   const BackwardDqArguments arguments{params,
-                                      LogitScale(params.options),
+                                      LogitScale(params),
+                                      PairOptions(params),
                                       head_rows<Element>(params.q, params.num_heads, params.head_dim),
                                       head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
                                       head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
                                       head_rows<Element>(params.dout, params.num_heads, params.head_dim_v)};
+  const cudaError_t error =
+      launch_lists(params, params.visible, Config::template Keys<kGeneral>::shape(), context);
+  if (error != cudaSuccess) return error;
   const int64_t blocks = ceil_div(params.seqlen_q, Config::kBlockM) * params.num_heads * params.batch;
-  return launch(backward_dq_kernel<Arithmetic, kHeadDim>, blocks, Config::kThreads, Config::kSharedBytes,
-                context, arguments);
+  return launch(backward_dq_kernel<Arithmetic, kHeadDim, kGeneral>, blocks, Config::kThreads,
+                Config::kSharedBytes, context, arguments);
+}
+
+template <class Arithmetic, int kHeadDim>
+cudaError_t backward_dq(const BackwardParams& params, const LaunchContext& context) {
+  return has_pairs(params) ? launch_backward_dq<Arithmetic, kHeadDim, true>(params, context)
+                           : launch_backward_dq<Arithmetic, kHeadDim, false>(params, context);
 }
 
 }  // namespace jax_flash::cuda::sm80

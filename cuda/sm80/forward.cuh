@@ -10,12 +10,14 @@
 #include "arithmetic.h"
 #include "launch.h"
 #include "mask.cuh"
+#include "pairs.cuh"
 #include "params.h"
 #include "sm80/product.cuh"
 #include "sm80/scores.cuh"
 #include "sm80/shared_tile.cuh"
 #include "softmax.cuh"
 #include "tiles.h"
+#include "visibility.cuh"
 
 namespace jax_flash::cuda {
 using forward_params = ForwardParams;
@@ -26,6 +28,7 @@ namespace jax_flash::cuda::sm80 {
 struct ForwardArguments {
   ForwardParams params;
   LogitScale logit;
+  PairOptions pairs;
   HeadRows q, k, v;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv]
 };
 
@@ -40,9 +43,11 @@ struct ForwardConfig {
   using QTile = SharedTile<Arithmetic, kBlockM, kHeadDim, /*kRounded=*/true>;
   using KvTile = SharedTile<Arithmetic, kBlockN, kHeadDim>;
   static constexpr int kSharedBytes = QTile::kBytes + kStages * KvTile::kBytes;
+  template <bool kGeneral>
+  using Keys = BlockList<kGeneral, /*kOfQueries=*/true, kBlockM, kBlockN>;
 };
 
-template <class Arithmetic, int kHeadDim, class Config = ForwardConfig<Arithmetic, kHeadDim>>
+template <class Arithmetic, int kHeadDim, bool kGeneral, class Config = ForwardConfig<Arithmetic, kHeadDim>>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     forward_kernel(const __grid_constant__ ForwardArguments arguments) {
   using Element = typename Config::Element;
@@ -67,6 +72,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int m_last = min(m_start + kBlockM, mask.q_length) - 1;
   const int n_begin = m_last < m_start ? 0 : mask.first_key(m_start) / kBlockN;
   const int n_end = m_last < m_start ? 0 : (mask.last_key(m_last) + kBlockN) / kBlockN;
+  const typename Config::template Keys<kGeneral> keys(params, params.visible, batch, head, m_start, n_begin,
+                                                      n_end);
+  const Pairs<false> pairs{params, arguments.pairs, batch, head};
 
   extern __shared__ __align__(128) uint8_t shared[];
   const QTile sQ{ptx::shared_address(shared)};  // [kBlockM, kHeadDim]
@@ -74,9 +82,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     return KvTile{sQ.base + QTile::kBytes + stage * KvTile::kBytes};
   };  // [kBlockN, kHeadDim]
 
-  // Item 2i of the ring is the keys, item 2i + 1 the values, of block n_end - 1 - i.
-  const int num_items = 2 * (n_end - n_begin);
-  const int last_row = (n_end - 1) * kBlockN;
+  // Item 2i of the ring is the keys, item 2i + 1 the values, of the i-th block from the end.
+  const int num_items = 2 * keys.count;
+  auto block_start = [&](int i) { return keys.start(keys.count - 1 - i); };
+  const int last_row = num_items > 0 ? block_start(0) : 0;
   using KvLoader = TileLoader<kThreads, KvTile>;
   using QLoader = TileLoader<kThreads, QTile>;
   const int64_t kv_row0 = batch * params.seqlen_kv;
@@ -84,8 +93,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       v_loader(arguments.v, kv_row0 + last_row, kv_head);
   auto load_item = [&](int item, KvLoader& loader) {
     if (item < num_items) {
-      loader.load(sKv(item % kStages), last_row - item / 2 * kBlockN, mask.kv_length);
-      loader.move_rows(-kBlockN);
+      const int row = block_start(item / 2);
+      loader.load(sKv(item % kStages), row, mask.kv_length);
+      loader.move_rows(kGeneral ? (item + 2 < num_items ? block_start(item / 2 + 1) - row : 0) : -kBlockN);
     }
     ptx::copy_async_commit();  // an empty group keeps the count
   };
@@ -115,7 +125,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 
 #pragma unroll 1
   for (int item = 0; item < num_items; item += 2) {
-    const int n_start = last_row - item / 2 * kBlockN;
+    const int n_start = block_start(item / 2);
     const bool hidden = mask.hides(warp_m, kWarpRows, n_start, kBlockN);
     RegisterA<Products, kMTiles, kNTiles> p;
 
@@ -129,10 +139,26 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
                                                           KMajorB<Products, KvTile>(sKv(item % kStages), 0));
 
       // ---- Mask, softmax ----
-      transform_scores(scores, arguments.logit);
+      if constexpr (kGeneral) {
+        transform_scores(scores, pairs, arguments.logit, warp_m, n_start);
+        if (!keys.is_whole(keys.count - 1 - item / 2)) {
+          PairBits<kNTiles> visible[kMTiles];
+          load_visible(visible, pairs, warp_m, n_start);
+          fill_unset(scores, visible, -INFINITY);
+        }
+      } else {
+        transform_scores(scores, arguments.logit);
+      }
       if (!mask.covers(warp_m, kWarpRows, n_start, kBlockN))
         fill_hidden(scores, mask, warp_m, n_start, -INFINITY);
       softmax.update(scores, out, arguments.logit.scale_log2);
+      if constexpr (kGeneral) {
+        if (pairs.may_drop()) {
+          PairBits<kNTiles> kept[kMTiles];
+          draw_kept(kept, pairs, warp_m, n_start);
+          fill_unset(scores, kept, 0);
+        }
+      }
       p.set(scores);
     }
 
@@ -151,6 +177,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   Element* gOut = static_cast<Element*>(params.out) + q_row0 * head_dim_v;
   float* gLse = static_cast<float*>(params.lse) + q_row0;
   const float sink = sink_log2(params, batch, head);
+  const float kept_factor = kGeneral ? arguments.pairs.kept_factor : 1;
 #pragma unroll
   for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
@@ -161,24 +188,36 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       // A row that sees no key: its tile's other rows may have put 0 * NaN into it.
       Element* row_out = gOut + int64_t{row} * num_heads * head_dim_v;
       for_each_run<Arithmetic>(out, mt, h, [&](int column, const auto& values) {
-        store_run<Arithmetic>(row_out, column, head_dim_v, !end.is_empty, end.normalizer, values);
+        store_run<Arithmetic>(row_out, column, head_dim_v, !end.is_empty, end.normalizer * kept_factor,
+                              values);
       });
       if (lane_id() % 4 == 0) gLse[int64_t{row} * num_heads] = end.lse;
     }
   }
 }
 
-template <class Arithmetic, int kHeadDim>
-cudaError_t forward(const ForwardParams& params, const LaunchContext& context) {
+template <class Arithmetic, int kHeadDim, bool kGeneral>
+cudaError_t launch_forward(const ForwardParams& params, const LaunchContext& context) {
   using Config = ForwardConfig<Arithmetic, kHeadDim>;
   using Element = typename Config::Element;
-  const ForwardArguments arguments{params, LogitScale(params.options),
+  const ForwardArguments arguments{params,
+                                   LogitScale(params),
+                                   PairOptions(params),
                                    head_rows<Element>(params.q, params.num_heads, params.head_dim),
                                    head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
                                    head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v)};
+  const cudaError_t error =
+      launch_lists(params, params.visible, Config::template Keys<kGeneral>::shape(), context);
+  if (error != cudaSuccess) return error;
   const int64_t blocks = ceil_div(params.seqlen_q, Config::kBlockM) * params.num_heads * params.batch;
-  return launch(forward_kernel<Arithmetic, kHeadDim>, blocks, Config::kThreads, Config::kSharedBytes, context,
-                arguments);
+  return launch(forward_kernel<Arithmetic, kHeadDim, kGeneral>, blocks, Config::kThreads,
+                Config::kSharedBytes, context, arguments);
+}
+
+template <class Arithmetic, int kHeadDim>
+cudaError_t forward(const ForwardParams& params, const LaunchContext& context) {
+  return has_pairs(params) ? launch_forward<Arithmetic, kHeadDim, true>(params, context)
+                           : launch_forward<Arithmetic, kHeadDim, false>(params, context);
 }
 
 }  // namespace jax_flash::cuda::sm80

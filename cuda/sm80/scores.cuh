@@ -17,8 +17,8 @@ __device__ __forceinline__ void load_row_stats(float (&values)[kMTiles][2], cons
   }
 }
 
-// Turns scores q k^T into p = exp(logit - lse), hands p to use(p), and leaves d p / d logit * (d logit /
-// score scale): p itself, but for the soft cap p (1 - tanh^2).
+// Turns logits / scale_log2 (transform_scores) into p = exp(logit - lse), hands p to use(p), and leaves d p /
+// d logit * (d logit / score scale): p itself, but for the soft cap p (1 - tanh^2).
 template <int kMTiles, int kNTiles, class Use>
 __device__ __forceinline__ void recompute_probabilities(float (&scores)[kMTiles][kNTiles][4],
                                                         const LogitScale& logit,
@@ -29,7 +29,6 @@ __device__ __forceinline__ void recompute_probabilities(float (&scores)[kMTiles]
       x = ptx::exp2_approx(fmaf(x, logit.scale_log2, -lse_log2[mt][h]));
     });
   };
-  transform_scores(scores, logit);
   if (logit.transform != LogitScale::kSoftCap) {
     exponentiate();
     use(scores);
@@ -38,7 +37,7 @@ __device__ __forceinline__ void recompute_probabilities(float (&scores)[kMTiles]
   float slope[kMTiles][kNTiles][4];
   for_each_accumulator(scores, [&](int mt, int h, int nt, int c) {
     const float capped = scores[mt][nt][2 * h + c];
-    slope[mt][nt][2 * h + c] = 1 - capped * capped;
+    slope[mt][nt][2 * h + c] = soft_cap_slope(capped);
   });
   exponentiate();
   use(scores);

@@ -26,6 +26,7 @@
 #include "delta.cuh"
 #include "launch.h"
 #include "mask.cuh"
+#include "pairs.cuh"
 #include "params.h"
 #include "ptx/barrier.h"
 #include "ptx/memory.h"
@@ -436,7 +437,7 @@ struct BackwardConsumer {
       if constexpr (Config::kTransform) {  // only now: a register for each slope is more than there are
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          slope[i] = arguments.logit.transform == LogitScale::kSoftCap ? 1 - tile[i] * tile[i] : 1;
+          slope[i] = arguments.logit.transform == LogitScale::kSoftCap ? soft_cap_slope(tile[i]) : 1;
         }
         exponentiate(tile, nt, stage);
         if (!is_whole) hide(work, tile, nt, m_start);
@@ -693,7 +694,7 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchContext& c
   BackwardArguments arguments{.params = params,
                               .schedule{params, Config::kBlockN, context.multiprocessors},
                               .dq_accum = DqFragments(params),
-                              .logit = LogitScale(params.options),
+                              .logit = LogitScale(params),
                               .group = static_cast<int>(params.num_heads / params.num_kv_heads)};
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
@@ -718,8 +719,8 @@ cudaError_t backward_dq(const BackwardParams& params, const LaunchContext& conte
 template <class Arithmetic, int kHeadDim>
 cudaError_t backward(const BackwardParams& params, const LaunchContext& context) {
   using Element = typename Arithmetic::Element;
-  if (!is_served(params, context)) return kNotServed;
-  const bool transform = LogitScale(params.options).transform != LogitScale::kNone;
+  if (!is_served(params, context) || has_pairs(params)) return kNotServed;
+  const bool transform = LogitScale(params).transform != LogitScale::kNone;
   auto launch_form = [&]<bool kWithDq>() {
     return transform ? launch_backward<BackwardConfig<Arithmetic, kHeadDim, true, kWithDq>>(params, context)
                      : launch_backward<BackwardConfig<Arithmetic, kHeadDim, false, kWithDq>>(params, context);

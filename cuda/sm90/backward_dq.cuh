@@ -14,6 +14,7 @@
 #include "delta.cuh"
 #include "launch.h"
 #include "mask.cuh"
+#include "pairs.cuh"
 #include "params.h"
 #include "ptx/barrier.h"
 #include "ptx/memory.h"
@@ -222,7 +223,7 @@ struct BackwardDqConsumer {
     for_each_accumulator(scores, [&](int, int h, int nt, int c) {
       float& x = scores[0][nt][2 * h + c];
       const float p = ptx::exp2_approx(fmaf(x, logit.scale_log2, -lse_log2[h]));
-      x = Config::kTransform && logit.transform == LogitScale::kSoftCap ? p * (1 - x * x) : p;
+      x = Config::kTransform && logit.transform == LogitScale::kSoftCap ? p * soft_cap_slope(x) : p;
     });
     if (!work.blocks.is_whole(n)) {
       fill_hidden(scores, work.mask, work.m_start + warp_row, n * kBlockN, 0);
@@ -320,7 +321,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 template <class Config>
 cudaError_t launch_backward_dq(const BackwardParams& params, const LaunchContext& context) {
   using Element = typename Config::Element;
-  BackwardDqArguments arguments{.params = params, .logit = LogitScale(params.options)};
+  BackwardDqArguments arguments{.params = params, .logit = LogitScale(params)};
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
   for (cudaError_t error :
@@ -337,8 +338,8 @@ cudaError_t launch_backward_dq(const BackwardParams& params, const LaunchContext
 
 template <class Arithmetic, int kHeadDim>
 cudaError_t backward_dq(const BackwardParams& params, const LaunchContext& context) {
-  if (!is_served(params, context)) return kNotServed;
-  return LogitScale(params.options).transform == LogitScale::kNone
+  if (!is_served(params, context) || has_pairs(params)) return kNotServed;
+  return LogitScale(params).transform == LogitScale::kNone
              ? launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, false>>(params, context)
              : launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, true>>(params, context);
 }

@@ -18,6 +18,7 @@
 #include "arithmetic.h"
 #include "launch.h"
 #include "mask.cuh"
+#include "pairs.cuh"
 #include "params.h"
 #include "ptx/barrier.h"
 #include "ptx/memory.h"
@@ -641,7 +642,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 template <class Config>
 cudaError_t launch_forward(const ForwardParams& params, const LaunchContext& context) {
   using Element = typename Config::Element;
-  ForwardArguments arguments{.params = params, .logit = LogitScale(params.options)};
+  ForwardArguments arguments{.params = params, .logit = LogitScale(params)};
   if (!make_schedule(params, Config::kBlockM, context, &arguments.schedule)) return kNotServed;
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
@@ -661,8 +662,8 @@ cudaError_t launch_forward(const ForwardParams& params, const LaunchContext& con
 
 template <class Arithmetic, int kHeadDim>
 cudaError_t forward(const ForwardParams& params, const LaunchContext& context) {
-  if (!is_served(params, context)) return kNotServed;
-  const bool transform = LogitScale(params.options).transform != LogitScale::kNone;
+  if (!is_served(params, context) || has_pairs(params)) return kNotServed;
+  const bool transform = LogitScale(params).transform != LogitScale::kNone;
   // The long tiles have no registers left to transform scores in.
   constexpr ForwardTile kShort = forward_tile(kHeadDim, false), kLong = forward_tile(kHeadDim, true);
   if (transform) return launch_forward<ForwardConfig<Arithmetic, kHeadDim, kShort, true>>(params, context);

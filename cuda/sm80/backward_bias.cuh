@@ -1,0 +1,260 @@
+// The gradient of bias or of alibi_slopes: ds, summed over what they are broadcast over (params.h says how
+// far), with mma.sync and cp.async.
+//
+// A block owns kBlockM queries by kBlockN keys of the sums and walks the batch elements and heads that share
+// them, so that the sum has one order. Rows of q, k, dout and v come in pieces of kPiece columns, so that one
+// kernel serves every head dim: first q k^T, then dout v^T.
+#pragma once
+
+#include "arithmetic.h"
+#include "delta.cuh"
+#include "launch.h"
+#include "mask.cuh"
+#include "pairs.cuh"
+#include "params.h"
+#include "sm80/product.cuh"
+#include "sm80/scores.cuh"
+#include "sm80/shared_tile.cuh"
+#include "softmax.cuh"
+#include "tiles.h"
+#include "visibility.cuh"
+
+namespace jax_flash::cuda {
+using backward_bias_params = BackwardParams;
+}
+
+namespace jax_flash::cuda::sm80 {
+
+struct BackwardBiasArguments {
+  BackwardParams params;
+  LogitScale logit;
+  PairOptions pairs;
+  HeadRows q, k, v, dout;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv], [B * T, N, Hv]
+};
+
+template <class Arithmetic>
+struct BackwardBiasConfig {
+  using Element = typename Arithmetic::Element;
+  static constexpr BackwardBiasTile kTile = backward_bias_tile(sizeof(Element));
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kPiece = kTile.piece;
+  static constexpr int kThreads = 32 * kTile.warps;
+  // A warp's part of the scores.
+  static constexpr int kRows = kBlockM / kTile.warps_m, kColumns = kBlockN / (kTile.warps / kTile.warps_m);
+  using QTile = SharedTile<Arithmetic, kBlockM, kPiece>;
+  using KvTile = SharedTile<Arithmetic, kBlockN, kPiece>;
+  static constexpr int kStages = 2, kStageBytes = QTile::kBytes + KvTile::kBytes;
+  // The sums on their way out, where some of them are to be added up, take the place of the pieces.
+  static constexpr int kSharedBytes = std::max(kStages * kStageBytes, kBlockM * kBlockN * 4);
+};
+
+template <class Arithmetic, class Config = BackwardBiasConfig<Arithmetic>>
+__global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
+    backward_bias_kernel(const __grid_constant__ BackwardBiasArguments arguments) {
+  using Element = typename Config::Element;
+  using QTile = typename Config::QTile;
+  using KvTile = typename Config::KvTile;
+  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kPiece = Config::kPiece;
+  constexpr int kThreads = Config::kThreads;
+  constexpr int kMTiles = Config::kRows / 16, kNTiles = Config::kColumns / 8;
+  const BackwardParams& params = arguments.params;
+
+  // ---- Which tile of the sums, and what shares it ----
+  const int seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
+  const int num_heads = static_cast<int>(params.num_heads);
+  const int group = num_heads / static_cast<int>(params.num_kv_heads);
+  const int m_blocks = (seqlen_q + kBlockM - 1) / kBlockM, n_blocks = (seqlen_kv + kBlockN - 1) / kBlockN;
+  const int n_start = blockIdx.x % n_blocks * kBlockN;
+  const int m_start = blockIdx.x / n_blocks % m_blocks * kBlockM;
+  const int sums_index = blockIdx.x / n_blocks / m_blocks;
+  const int batches = static_cast<int>(params.dbias_batches), heads = static_cast<int>(params.dbias_heads);
+  const int first_batch = sums_index / (num_heads / heads) * batches;
+  const int first_head = sums_index % (num_heads / heads) * heads;
+  const int num_items = batches * heads;
+  const int m_end = min(m_start + kBlockM, seqlen_q), n_end = min(n_start + kBlockN, seqlen_kv);
+
+  // Item i is batch element first_batch + i / heads, head first_head + i % heads.
+  auto is_hidden = [&](int item) {
+    const int batch = first_batch + item / heads, head = first_head + item % heads;
+    if (Mask(params, batch).hides(m_start, m_end - m_start, n_start, n_end - n_start)) return true;
+    if (!params.visible.visibility) return false;
+    constexpr int kBlock = kVisibilityBlock;
+    const int rows = (seqlen_q + kBlock - 1) / kBlock, columns = (seqlen_kv + kBlock - 1) / kBlock;
+    const int64_t mask_head = params.visible.num_heads > 1 ? head : 0;
+    const uint8_t* blocks =
+        params.visible.visibility + (batch * params.visible.num_heads + mask_head) * rows * columns;
+    bool any = false;
+    for (int m = m_start / kBlock; m * kBlock < m_end; ++m) {
+      for (int n = n_start / kBlock; n * kBlock < n_end; ++n)
+        any |= __ldg(blocks + int64_t{m} * columns + n) != 0;
+    }
+    return !any;
+  };
+  auto visible_from = [&](int item) {
+    while (item < num_items && is_hidden(item)) ++item;
+    return item;
+  };
+
+  // ---- The pieces of an item: those of q and k, then those of dout and v ----
+  extern __shared__ __align__(128) uint8_t shared[];
+  const uint32_t ring = ptx::shared_address(shared);
+  auto sQ = [&](int stage) { return QTile{ring + stage * Config::kStageBytes}; };
+  auto sK = [&](int stage) { return KvTile{ring + stage * Config::kStageBytes + QTile::kBytes}; };
+  const int score_pieces = (arguments.q.head_dim + kPiece - 1) / kPiece;
+  const int num_pieces = score_pieces + (arguments.v.head_dim + kPiece - 1) / kPiece;
+  auto load_piece = [&](int item, int piece, int stage) {
+    const int batch = first_batch + item / heads, head = first_head + item % heads;
+    const Mask mask(params, batch);
+    const bool is_scores = piece < score_pieces;
+    const int column = (is_scores ? piece : piece - score_pieces) * kPiece;
+    auto rows_from = [&](HeadRows rows, int head) {
+      rows.data = static_cast<const Element*>(rows.data) + int64_t{head} * rows.head_dim + column;
+      rows.head_dim -= column;
+      return rows;
+    };
+    const HeadRows q = rows_from(is_scores ? arguments.q : arguments.dout, head);
+    const HeadRows k = rows_from(is_scores ? arguments.k : arguments.v, head / group);
+    TileLoader<kThreads, QTile>(q, int64_t{batch} * seqlen_q + m_start, 0)
+        .load(sQ(stage), m_start, mask.q_length);
+    TileLoader<kThreads, KvTile>(k, int64_t{batch} * seqlen_kv + n_start, 0)
+        .load(sK(stage), n_start, mask.kv_length);
+  };
+
+  const int warp = threadIdx.x / 32;
+  const int row = warp % Config::kTile.warps_m * Config::kRows;
+  const int column = warp / Config::kTile.warps_m * Config::kColumns;
+  const int row0 = m_start + row, column0 = n_start + column;
+  float sums[kMTiles][kNTiles][4];
+  clear(sums);
+  int stage = 0;
+  int item = visible_from(0);
+  if (item < num_items) load_piece(item, 0, stage);
+  ptx::copy_async_commit();
+
+#pragma unroll 1
+  while (item < num_items) {
+    const int next_item = visible_from(item + 1);
+    const int batch = first_batch + item / heads, head = first_head + item % heads;
+    float p[kMTiles][kNTiles][4], ds[kMTiles][kNTiles][4];
+    clear(p);
+    clear(ds);
+    auto multiply_piece = [&](int piece, auto& scores) {
+      ptx::copy_async_wait<0>();
+      __syncthreads();  // it has come, to all threads, and all are done with the one before it
+      if (piece + 1 < num_pieces) {
+        load_piece(item, piece + 1, stage ^ 1);
+      } else if (next_item < num_items) {
+        load_piece(next_item, 0, stage ^ 1);
+      }
+      ptx::copy_async_commit();
+      multiply_add<Arithmetic, kPiece / kStepK<Arithmetic>>(
+          scores, KMajorA<Arithmetic, QTile, kMTiles>(sQ(stage), row),
+          KMajorB<Arithmetic, KvTile>(sK(stage), column));
+      stage ^= 1;
+    };
+
+    // ---- p = exp(q k^T - lse) ----
+#pragma unroll 1
+    for (int piece = 0; piece < score_pieces; ++piece) multiply_piece(piece, p);
+    const int64_t stats = (int64_t{batch} * num_heads + head) * stats_length(seqlen_q) + row0;
+    const Pairs<false> pairs{params, arguments.pairs, batch, head};
+    float lse_log2[kMTiles][2];
+    load_row_stats(lse_log2, params.lse_log2 + stats);
+    transform_scores(p, pairs, arguments.logit, row0, column0);
+    recompute_probabilities(p, arguments.logit, lse_log2, [](auto&) {});
+
+    // ---- ds = p * (dout v^T - delta) ----
+#pragma unroll 1
+    for (int piece = score_pieces; piece < num_pieces; ++piece) multiply_piece(piece, ds);
+    PairBits<kNTiles> bits[kMTiles];
+    if (pairs.may_drop()) {
+      draw_kept(bits, pairs, row0, column0);
+      for_each_accumulator(ds, [&](int mt, int h, int nt, int c) {
+        float& x = ds[mt][nt][2 * h + c];
+        x = bits[mt].test(nt, 2 * h + c) ? x * arguments.pairs.kept_factor : 0;
+      });
+    }
+    float delta[kMTiles][2];
+    load_row_stats(delta, params.delta + stats);
+    score_gradients(ds, p, delta, 1);
+    const Mask mask(params, batch);
+    if (!mask.covers(row0, Config::kRows, column0, Config::kColumns)) fill_hidden(ds, mask, row0, column0, 0);
+    if (pairs.may_hide()) {
+      load_visible(bits, pairs, row0, column0);
+      fill_unset(ds, bits, 0);
+    }
+
+    // ---- sums += ds, for slopes -distance * ds ----
+    const int offset = pairs.position_offset();
+    for_each_accumulator(sums, [&](int mt, int h, int nt, int c) {
+      float weight = 1;
+      if (params.alibi_slopes) {
+        weight = -pairs.distance(row0 + accumulator_row(mt, h), column0 + accumulator_column(nt, c), offset);
+      }
+      sums[mt][nt][2 * h + c] += weight * ds[mt][nt][2 * h + c];
+    });
+    item = next_item;
+  }
+
+  // ---- Write the sums: one for each pair ----
+  const int sum_rows = static_cast<int>(params.dbias_rows), sum_keys = static_cast<int>(params.dbias_keys);
+  if (sum_rows == 1 && sum_keys == 1) {
+    float* gSums = static_cast<float*>(params.dbias) + int64_t{sums_index} * seqlen_q * seqlen_kv;
+    for_each_accumulator(sums, [&](int mt, int h, int nt, int c) {
+      const int query = row0 + accumulator_row(mt, h), key = column0 + accumulator_column(nt, c);
+      if (query < seqlen_q && key < seqlen_kv)
+        gSums[int64_t{query} * seqlen_kv + key] = sums[mt][nt][2 * h + c];
+    });
+    return;
+  }
+
+  // ---- or added up over blocks of queries, of keys or of both, by a warp each ----
+  ptx::copy_async_wait<0>();
+  __syncthreads();
+  float* sSums = reinterpret_cast<float*>(shared);  // [kBlockM, kBlockN]
+  for_each_accumulator(sums, [&](int mt, int h, int nt, int c) {
+    sSums[(row + accumulator_row(mt, h)) * kBlockN + column + accumulator_column(nt, c)] =
+        sums[mt][nt][2 * h + c];
+  });
+  __syncthreads();
+  const int rows_out = (seqlen_q + sum_rows - 1) / sum_rows, keys_out = (seqlen_kv + sum_keys - 1) / sum_keys;
+  float* gSums = static_cast<float*>(params.dbias) + int64_t{sums_index} * rows_out * keys_out;
+  const int own_rows = (m_end - m_start + sum_rows - 1) / sum_rows,
+            own_keys = (n_end - n_start + sum_keys - 1) / sum_keys;
+  for (int i = warp; i < own_rows * own_keys; i += kThreads / 32) {
+    const int own_row = i / own_keys, own_key = i - own_row * own_keys;
+    float sum = 0;
+    for (int j = lane_id(); j < sum_rows * sum_keys; j += 32) {
+      const int r = own_row * sum_rows + j / sum_keys, c = own_key * sum_keys + j % sum_keys;
+      sum += sSums[r * kBlockN + c];
+    }
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lanes);
+    if (lane_id() == 0) {
+      gSums[int64_t{m_start / sum_rows + own_row} * keys_out + n_start / sum_keys + own_key] = sum;
+    }
+  }
+}
+
+// For head dims up to `kHeadDim`, which is only what the list of kernels calls it.
+template <class Arithmetic, int kHeadDim>
+cudaError_t backward_bias(const BackwardParams& params, const LaunchContext& context) {
+  using Config = BackwardBiasConfig<Arithmetic>;
+  using Element = typename Config::Element;
+  if (params.dbias_batches == 0 || params.dbias_heads == 0) return cudaSuccess;
+  const cudaError_t error = launch_delta<Element>(params, nullptr, 0, context);
+  if (error != cudaSuccess) return error;
+  const BackwardBiasArguments arguments{params,
+                                        LogitScale(params),
+                                        PairOptions(params),
+                                        head_rows<Element>(params.q, params.num_heads, params.head_dim),
+                                        head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
+                                        head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
+                                        head_rows<Element>(params.dout, params.num_heads, params.head_dim_v)};
+  const int64_t blocks = ceil_div(params.seqlen_q, Config::kBlockM) *
+                         ceil_div(params.seqlen_kv, Config::kBlockN) * (params.batch / params.dbias_batches) *
+                         (params.num_heads / params.dbias_heads);
+  return launch(backward_bias_kernel<Arithmetic>, blocks, Config::kThreads, Config::kSharedBytes, context,
+                arguments);
+}
+
+}  // namespace jax_flash::cuda::sm80

@@ -1,0 +1,126 @@
+#include "visibility.cuh"
+
+#include <cstdint>
+
+#include "launch.h"
+#include "mask.cuh"
+#include "params.h"
+
+namespace jax_flash::cuda {
+namespace {
+
+enum Visibility : uint8_t { kHidden, kPartly, kWhole };
+
+// Visibility of each block of 64 queries and 64 keys, by mask and segments alone; a warp a block.
+__global__ void __launch_bounds__(256)
+    visibility_kernel(const __grid_constant__ AttentionParams params, VisibilityWorkspace visible) {
+  constexpr int kBlock = kVisibilityBlock;
+  const int lane = threadIdx.x % 32;
+  const int seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
+  const int m_blocks = (seqlen_q + kBlock - 1) / kBlock, n_blocks = (seqlen_kv + kBlock - 1) / kBlock;
+  const int64_t index = int64_t{blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32;
+  if (index >= params.batch * visible.num_heads * m_blocks * n_blocks) return;
+  const int n_start = static_cast<int>(index % n_blocks) * kBlock;
+  const int m_start = static_cast<int>(index / n_blocks % m_blocks) * kBlock;
+  const int64_t batch_and_head = index / n_blocks / m_blocks;
+  const int64_t batch = batch_and_head / visible.num_heads, head = batch_and_head % visible.num_heads;
+  const int rows = min(kBlock, seqlen_q - m_start), keys = min(kBlock, seqlen_kv - n_start);
+
+  bool any = true, all = true;
+  if (params.query_segment_ids) {
+    // A lane that has no row or key repeats the first one.
+    int lowest[2], highest[2];
+    auto find = [&](const int32_t* ids, int count, int which) {
+      const int a = ids[lane < count ? lane : 0], b = ids[lane + 32 < count ? lane + 32 : 0];
+      lowest[which] = __reduce_min_sync(0xffffffff, min(a, b));
+      highest[which] = __reduce_max_sync(0xffffffff, max(a, b));
+    };
+    find(params.query_segment_ids + batch * seqlen_q + m_start, rows, 0);
+    find(params.key_value_segment_ids + batch * seqlen_kv + n_start, keys, 1);
+    any = highest[0] >= lowest[1] && highest[1] >= lowest[0];
+    all = lowest[0] == highest[0] && lowest[1] == highest[1] && lowest[0] == lowest[1];
+  }
+  if (params.mask.data && any) {
+    const PairArray& mask = params.mask;
+    const bool* from = static_cast<const bool*>(mask.data) + batch * mask.batch_stride +
+                       head * mask.head_stride + m_start * mask.row_stride + n_start * mask.key_stride;
+    bool any_seen = false, all_seen = true;
+#pragma unroll 8
+    for (int row = 0; row < rows; ++row) {
+#pragma unroll
+      for (int key = lane; key < kBlock; key += 32) {
+        if (key >= keys) continue;
+        const bool seen = from[row * mask.row_stride + key * mask.key_stride];
+        any_seen |= seen;
+        all_seen &= seen;
+      }
+    }
+    any = __any_sync(0xffffffff, any_seen);
+    all &= __all_sync(0xffffffff, all_seen);
+  }
+  if (lane == 0) visible.visibility[index] = !any ? kHidden : all ? kWhole : kPartly;
+}
+
+// The visible blocks of each tile in ascending order: their number, then for each 2 * block + (does every
+// query see every key?). A warp a list.
+__global__ void __launch_bounds__(128) list_kernel(const __grid_constant__ AttentionParams params,
+                                                   VisibilityWorkspace visible, ListShape shape) {
+  constexpr int kBlock = kVisibilityBlock;
+  const int lane = threadIdx.x % 32;
+  const int seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
+  const int m_blocks = (seqlen_q + kBlock - 1) / kBlock, n_blocks = (seqlen_kv + kBlock - 1) / kBlock;
+  const int64_t index = int64_t{blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32;
+  const int64_t lists = shape.lists(params), length = shape.length(params);
+  if (index >= params.batch * visible.num_heads * lists) return;
+  const int64_t batch_and_head = index / lists;
+  const uint8_t* blocks = visible.visibility + batch_and_head * m_blocks * n_blocks;
+  int32_t* list = visible.lists + index * length;
+  const Mask mask(params, static_cast<int>(batch_and_head / visible.num_heads));
+  const int tile_start = static_cast<int>(index % lists) * shape.tile;
+
+  int count = 0;
+  for (int first = 0; first < length - 1; first += 32) {
+    const int unit = first + lane;
+    const int tile_end = tile_start + shape.tile, start = unit * shape.unit, end = start + shape.unit;
+    const int m_start = shape.of_queries ? tile_start : start,
+              n_start = shape.of_queries ? start : tile_start;
+    const int m_end = min(shape.of_queries ? tile_end : end, seqlen_q);
+    const int n_end = min(shape.of_queries ? end : tile_end, seqlen_kv);
+    bool any = false, all = false;
+    if (unit < length - 1 && !mask.hides(m_start, m_end - m_start, n_start, n_end - n_start)) {
+      all = mask.covers(m_start, m_end - m_start, n_start, n_end - n_start);
+      for (int m = m_start / kBlock; m * kBlock < m_end; ++m) {
+        for (int n = n_start / kBlock; n * kBlock < n_end; ++n) {
+          const uint8_t block = blocks[int64_t{m} * n_blocks + n];
+          any |= block != kHidden;
+          all &= block == kWhole;
+        }
+      }
+    }
+    // A block that sticks out at the end of the keys is not whole: its columns there must be hidden.
+    all &= end <= (shape.of_queries ? seqlen_kv : seqlen_q);
+    const uint32_t seen = __ballot_sync(0xffffffff, any);
+    if (any) list[1 + count + __popc(seen & ((1u << lane) - 1))] = 2 * unit + all;
+    count += __popc(seen);
+  }
+  if (lane == 0) list[0] = count;
+}
+
+}  // namespace
+
+cudaError_t launch_visibility(const AttentionParams& params, const VisibilityWorkspace& visible,
+                              const LaunchContext& context) {
+  if (!has_visibility(params)) return cudaSuccess;
+  const int64_t blocks = params.batch * visible.num_heads * ceil_div(params.seqlen_q, kVisibilityBlock) *
+                         ceil_div(params.seqlen_kv, kVisibilityBlock);
+  return launch(visibility_kernel, ceil_div(blocks, 8), 256, 0, context, params, visible);
+}
+
+cudaError_t launch_lists(const AttentionParams& params, const VisibilityWorkspace& visible,
+                         const ListShape& shape, const LaunchContext& context) {
+  if (!has_visibility(params)) return cudaSuccess;
+  const int64_t lists = params.batch * visible.num_heads * shape.lists(params);
+  return launch(list_kernel, ceil_div(lists, 4), 128, 0, context, params, visible, shape);
+}
+
+}  // namespace jax_flash::cuda

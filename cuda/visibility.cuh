@@ -1,0 +1,75 @@
+// Which blocks of keys a tile of queries goes through where there is a mask or there are segments, and which
+// blocks of queries a tile of keys does: found before the launch, so that the others are neither loaded nor
+// multiplied.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "launch.h"
+#include "mask.cuh"
+#include "params.h"
+
+namespace jax_flash::cuda {
+
+// What a list is of: tiles of `tile` rows, whose blocks are of `unit` keys; or the other way round.
+struct ListShape {
+  bool of_queries;  // are the tiles of queries?
+  int tile, unit;   // multiples of kVisibilityBlock
+
+  __host__ __device__ int64_t lists(const AttentionParams& params) const {  // of one head
+    return ceil_div(of_queries ? params.seqlen_q : params.seqlen_kv, tile);
+  }
+  __host__ __device__ int64_t length(const AttentionParams& params) const {
+    return 1 + ceil_div(of_queries ? params.seqlen_kv : params.seqlen_q, unit);
+  }
+};
+
+inline bool has_visibility(const AttentionParams& params) { return params.mask || params.query_segment_ids; }
+
+// Fills in visible.visibility. Does nothing where there is no mask and there are no segments, like the next
+// one.
+cudaError_t launch_visibility(const AttentionParams& params, const VisibilityWorkspace& visible,
+                              const LaunchContext& context);
+
+// After launch_visibility, fills in visible.lists, for a kernel that follows on the stream.
+cudaError_t launch_lists(const AttentionParams& params, const VisibilityWorkspace& visible,
+                         const ListShape& shape, const LaunchContext& context);
+
+// The blocks that a tile of kTile rows goes through, of kBlock rows of the other side, in ascending order.
+// kMayBeListed: false where there is no mask and there are no segments.
+template <bool kMayBeListed, bool kOfQueries, int kTile, int kBlock>
+struct BlockList {
+  static constexpr int kListTile = std::max<int>(kTile, kVisibilityBlock);
+  static constexpr int kUnit = std::max<int>(kBlock, kVisibilityBlock), kBlocksInUnit = kUnit / kBlock;
+  static_assert(kListTile % kVisibilityBlock == 0 && kUnit % kVisibilityBlock == 0 && kUnit % kBlock == 0);
+  __host__ __device__ static constexpr ListShape shape() { return {kOfQueries, kListTile, kUnit}; }
+
+  const int32_t* entries;  // null: all blocks from `first` on
+  int first, count;
+
+  // Of the tile that begins at `start`. Without lists: blocks [begin, end).
+  __device__ __forceinline__ BlockList(const AttentionParams& params, const VisibilityWorkspace& visible,
+                                       int batch, int head, int start, int begin, int end)
+      : entries(nullptr), first(begin), count(max(end - begin, 0)) {
+    if (!kMayBeListed || !visible.lists) return;
+    const int64_t batch_and_head = batch * visible.num_heads + (visible.num_heads > 1 ? head : 0);
+    const int32_t* list =
+        visible.lists + (batch_and_head * shape().lists(params) + start / kListTile) * shape().length(params);
+    first = 0;
+    count = __ldg(list) * kBlocksInUnit;
+    entries = list + 1;
+  }
+
+  // The first row of block i.
+  __device__ __forceinline__ int start(int i) const {
+    if (!kMayBeListed || !entries) return (first + i) * kBlock;
+    return (__ldg(entries + i / kBlocksInUnit) >> 1) * kUnit + i % kBlocksInUnit * kBlock;
+  }
+  // Do mask and segments leave every pair of block i and the tile visible?
+  __device__ __forceinline__ bool is_whole(int i) const {
+    return !kMayBeListed || !entries || __ldg(entries + i / kBlocksInUnit) & 1;
+  }
+};
+
+}  // namespace jax_flash::cuda
