@@ -24,6 +24,11 @@ inline bool has_pairs(const AttentionParams& params) {
          params.dropout_seeds;
 }
 
+// Does anything but a positive scale stand between scores and probabilities?
+inline bool is_general(const AttentionParams& params) {
+  return has_pairs(params) || LogitScale(params).transform != LogitScale::kNone;
+}
+
 // What of it is known before the launch.
 struct PairOptions {
   BiasFormat bias_format;
@@ -51,7 +56,6 @@ struct PairOptions {
 // One bit for each accumulator of 16 rows and 8 kNTiles columns.
 template <int kNTiles>
 struct PairBits {
-  static_assert(kNTiles <= 8);
   uint32_t bits;
 
   __device__ __forceinline__ bool test(int nt, int i) const { return bits >> (4 * nt + i) & 1; }
@@ -144,6 +148,7 @@ struct Pairs {
 
   template <int kNTiles>
   __device__ __forceinline__ PairBits<kNTiles> visible(int row0, int column0) const {
+    static_assert(kNTiles <= 8);
     PairBits<kNTiles> result{params.mask.data ? 0 : ~0u};
     if (params.mask.data) load_mask(result, row0, column0);
     if (params.query_segment_ids) compare_segments(result, row0, column0);
@@ -155,7 +160,7 @@ struct Pairs {
   // Both row0 and column0 are multiples of 16.
   template <int kNTiles>
   __device__ __forceinline__ PairBits<kNTiles> kept(int row0, int column0) const {
-    static_assert(kNTiles % 2 == 0);
+    static_assert(kNTiles % 2 == 0 && kNTiles <= 8);
     const uint32_t* seeds = params.dropout_seeds + (int64_t{batch} * params.num_heads + head) * 3;
     const Dropout dropout{{seeds[0], seeds[1]}, seeds[2], options.drop_threshold};
     PairBits<kNTiles> result{0};

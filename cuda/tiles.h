@@ -124,6 +124,14 @@ constexpr ForwardTile forward_tile(int head_dim, bool is_long) {
   return {2, 64, 2, 1, 128, true};                     // 224 KB
 }
 
+// With anything but a scale between scores and softmax: blocks of 64 keys, as lists of visible blocks have
+// them, and registers for a block's bias, which is read while products run.
+constexpr ForwardTile general_forward_tile(int head_dim) {
+  if (head_dim <= 64) return {3, 64, 4, 2, 64, true};   // 136 KB
+  if (head_dim <= 128) return {2, 64, 4, 2, 0, false};  // 192 KB
+  return forward_tile(head_dim, false);
+}
+
 // Which of the two; measured, with `keys` that a row sees at most.
 constexpr bool is_long(int head_dim, int64_t keys, bool is_causal) {
   return keys >= 8192 && (!is_causal || head_dim > 64);
@@ -136,11 +144,11 @@ struct BackwardTile {
 };
 
 // Two warpgroups keep 64 keys each: of a thread's 240 registers dk and dv take head_dim, scores and their
-// gradients block_m, and a transform of scores some more. Head dims over 128 keep 64 keys in all, and half of
+// gradients block_m, and the general form some more. Head dims over 128 keep 64 keys in all, and half of
 // the columns and of the queries each.
-constexpr BackwardTile backward_tile(int head_dim, bool transform) {
-  if (head_dim <= 64) return transform ? BackwardTile{64, 2, 2} : BackwardTile{128, 2, 2};  // 145, 226 KB
-  return {64, 2, 1};                                                                        // 193, 225 KB
+constexpr BackwardTile backward_tile(int head_dim, bool general) {
+  if (head_dim <= 64) return general ? BackwardTile{64, 2, 2} : BackwardTile{128, 2, 2};  // 145, 226 KB
+  return {64, 2, 1};                                                                      // 193, 225 KB
 }
 
 // Is dq a kernel of its own, though that takes 7 products for 5? Measured: at head dim 256 that is 4 to 6 %
@@ -154,10 +162,11 @@ struct BackwardDqTile {
 
 // 128 rows of queries and of dout stay. dq takes head_dim / 2 of a thread's registers, scores and their
 // gradients block_n.
-constexpr BackwardDqTile backward_dq_tile(int head_dim) {
-  if (head_dim <= 64) return {128, 3};   // 128 KB
-  if (head_dim <= 128) return {128, 2};  // 192 KB
-  return {48, 2};                        // 224 KB
+constexpr BackwardDqTile backward_dq_tile(int head_dim, bool general) {
+  if (general) return head_dim <= 128 ? BackwardDqTile{64, 3} : BackwardDqTile{32, 2};  // up to 224, 192 KB
+  if (head_dim <= 64) return {128, 3};                                                  // 128 KB
+  if (head_dim <= 128) return {128, 2};                                                 // 192 KB
+  return {48, 2};                                                                       // 224 KB
 }
 
 }  // namespace jax_flash::cuda::sm90

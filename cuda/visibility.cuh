@@ -42,7 +42,8 @@ template <bool kMayBeListed, bool kOfQueries, int kTile, int kBlock>
 struct BlockList {
   static constexpr int kListTile = std::max<int>(kTile, kVisibilityBlock);
   static constexpr int kUnit = std::max<int>(kBlock, kVisibilityBlock), kBlocksInUnit = kUnit / kBlock;
-  static_assert(kListTile % kVisibilityBlock == 0 && kUnit % kVisibilityBlock == 0 && kUnit % kBlock == 0);
+  static_assert(!kMayBeListed ||
+                (kListTile % kVisibilityBlock == 0 && kUnit % kVisibilityBlock == 0 && kUnit % kBlock == 0));
   __host__ __device__ static constexpr ListShape shape() { return {kOfQueries, kListTile, kUnit}; }
 
   const int32_t* entries;  // null: all blocks from `first` on
@@ -61,14 +62,16 @@ struct BlockList {
     entries = list + 1;
   }
 
+  __device__ __forceinline__ bool is_listed() const { return kMayBeListed && entries; }
+
   // The first row of block i.
   __device__ __forceinline__ int start(int i) const {
-    if (!kMayBeListed || !entries) return (first + i) * kBlock;
+    if (!is_listed()) return (first + i) * kBlock;
     return (__ldg(entries + i / kBlocksInUnit) >> 1) * kUnit + i % kBlocksInUnit * kBlock;
   }
   // Do mask and segments leave every pair of block i and the tile visible?
   __device__ __forceinline__ bool is_whole(int i) const {
-    return !kMayBeListed || !entries || __ldg(entries + i / kBlocksInUnit) & 1;
+    return !is_listed() || __ldg(entries + i / kBlocksInUnit) & 1;
   }
 };
 

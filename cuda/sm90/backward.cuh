@@ -40,6 +40,7 @@
 #include "sm90/tile_loader.cuh"
 #include "softmax.cuh"
 #include "tiles.h"
+#include "visibility.cuh"
 
 namespace jax_flash::cuda {
 using backward_params = BackwardParams;
@@ -92,20 +93,22 @@ struct BackwardArguments {
   BackwardSchedule schedule;
   DqFragments dq_accum;
   LogitScale logit;
+  PairOptions pairs;
   int group;  // query heads of a key head
 };
 
-template <class Arithmetic_, int kHeadDim_, bool kTransform_, bool kWithDq_>
+template <class Arithmetic_, int kHeadDim_, bool kGeneral_, bool kWithDq_>
 struct BackwardConfig {
   using Arithmetic = Arithmetic_;
   using Element = typename Arithmetic::Element;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kTransform = kTransform_;  // of scores, before the softmax
-  static constexpr bool kWithDq = kWithDq_;        // or dk and dv only
-  static constexpr BackwardTile kTile = backward_tile(kHeadDim, kTransform);
+  static constexpr bool kGeneral = kGeneral_;  // with what pairs.cuh and transform_scores do
+  static constexpr bool kWithDq = kWithDq_;    // or dk and dv only
+  static constexpr BackwardTile kTile = backward_tile(kHeadDim, kGeneral);
   static constexpr int kBlockM = kTile.block_m, kStages = kTile.stages, kKvStages = kTile.kv_stages;
   static constexpr bool kByKeys = kHeadDim <= 128;  // does a consumer own 64 keys, or half of the columns?
   static constexpr int kBlockN = kByKeys ? 128 : 64;
+  using Queries = BlockList<kGeneral, /*kOfQueries=*/false, kBlockN, kBlockM>;
   static constexpr int kQueries = kByKeys ? kBlockM : kBlockM / 2;    // of a consumer's scores
   static constexpr int kColumns = kByKeys ? kHeadDim : kHeadDim / 2;  // of a consumer's dk and dv
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
@@ -200,7 +203,8 @@ template <class Config>
 struct BackwardTileWork {
   int n_start, kv_head, batch;
   Mask mask;
-  int m_begin, m_blocks;  // of each query head
+  int m_begin, m_blocks;  // of each query head, if no list says which
+  int all_blocks;         // of all heads of the group
 
   __device__ __forceinline__ BackwardTileWork(const BackwardParams& params, int n_start, int kv_head,
                                               int batch)
@@ -209,9 +213,23 @@ struct BackwardTileWork {
     const int last_query = n_last < n_start ? -1 : mask.last_query(n_last);
     m_begin = mask.first_query(n_start) / Config::kBlockM * Config::kBlockM;
     m_blocks = last_query < m_begin ? 0 : (last_query - m_begin) / Config::kBlockM + 1;
-    for (int* value : {&mask.lowest, &mask.highest, &mask.q_length, &mask.kv_length, &m_begin, &m_blocks}) {
+    const int group = static_cast<int>(params.num_heads) / static_cast<int>(params.num_kv_heads);
+    all_blocks = m_blocks * group;
+    if constexpr (Config::kGeneral) {
+      all_blocks = 0;
+#pragma unroll 1
+      for (int i = 0; i < group; ++i) all_blocks += queries(params, kv_head * group + i).count;
+    }
+    for (int* value :
+         {&mask.lowest, &mask.highest, &mask.q_length, &mask.kv_length, &m_begin, &m_blocks, &all_blocks}) {
       *value = uniform(*value);
     }
+  }
+
+  // The blocks of queries of one head.
+  __device__ __forceinline__ typename Config::Queries queries(const BackwardParams& params, int head) const {
+    const int first = m_begin / Config::kBlockM;
+    return {params, params.visible, batch, head, n_start, first, first + m_blocks};
   }
 };
 
@@ -257,7 +275,7 @@ struct BackwardLoader {
     kv_place.advance();
     __syncwarp();
     const uint32_t full_kv = kIsQueries ? shared.k_full(kv_stage) : shared.v_full(kv_stage);
-    if (work.m_blocks == 0) {
+    if (work.all_blocks == 0) {
       // Consumers wait all the same: one that went ahead would free k and v twice before this warp looks.
       if (ptx::elect_one()) ptx::barrier_arrive(full_kv);
       return;
@@ -279,28 +297,30 @@ struct BackwardLoader {
                 ptx::kEvictLast,
                 tail,
                 keys.tail_parity};
-    const int m_end = work.m_begin + work.m_blocks * kBlockM;
-    const int m_tail = rows.template has_tail<kBlockM>(m_end - kBlockM) ? m_end - kBlockM : m_end;
     const int group = arguments.group;
 #pragma unroll 1
     for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
+      const typename Config::Queries queries = work.queries(params, head);
+      const int last = queries.count - 1;
+      const bool has_tail = last >= 0 && rows.template has_tail<kBlockM>(queries.start(last));
+      const int whole = queries.count - (has_tail ? 1 : 0);
       if (ptx::elect_one()) {
         RingPlace<Config::kStages> at = place;
 #pragma unroll 1
-        for (int m_start = work.m_begin; m_start < m_tail; m_start += kBlockM) {
+        for (int i = 0; i < whole; ++i) {
           ptx::barrier_wait(empty<kIsQueries>(at.stage), at.parity ^ 1);
           rows.template load_whole<kBlockM>(tile<kIsQueries>(at.stage), full<kIsQueries>(at.stage), head,
-                                            m_start);
+                                            queries.start(i));
           at.advance();
         }
       }
       __syncwarp();
-      place.advance((m_tail - work.m_begin) / kBlockM);
-      if (m_tail < m_end) {
+      place.advance(whole);
+      if (has_tail) {
         ptx::barrier_wait(empty<kIsQueries>(place.stage), place.parity ^ 1);
         __syncwarp();
         rows.template load<kBlockM>(tile<kIsQueries>(place.stage), full<kIsQueries>(place.stage), head,
-                                    m_tail);
+                                    queries.start(last));
         place.advance();
       }
     }
@@ -315,22 +335,23 @@ struct BackwardLoader {
       RingPlace<Config::kStages> at = place;
 #pragma unroll 1
       for (int i = 0; i < group; ++i) {
-        const int64_t head = int64_t{work.batch} * params.num_heads + work.kv_head * group + i;
-        int64_t row = head * stats_length(params.seqlen_q) + work.m_begin;
+        const int head = work.kv_head * group + i;
+        const int64_t row = (int64_t{work.batch} * params.num_heads + head) * stats_length(params.seqlen_q);
+        const typename Config::Queries queries = work.queries(params, head);
 #pragma unroll 1
-        for (int blocks = work.m_blocks; blocks > 0; --blocks) {
+        for (int block = 0; block < queries.count; ++block) {
+          const int64_t first = row + queries.start(block);
           const uint32_t full = shared.q_full(at.stage);
           ptx::barrier_wait(shared.q_empty(at.stage), at.parity ^ 1);
           ptx::barrier_arrive_expect(full, 2 * kBytes);
-          ptx::bulk_load(shared.sLse(at.stage), params.lse_log2 + row, kBytes, full);
-          ptx::bulk_load(shared.sDelta(at.stage), params.delta + row, kBytes, full);
-          row += Config::kBlockM;
+          ptx::bulk_load(shared.sLse(at.stage), params.lse_log2 + first, kBytes, full);
+          ptx::bulk_load(shared.sDelta(at.stage), params.delta + first, kBytes, full);
           at.advance();
         }
       }
     }
     __syncwarp();
-    place.advance(work.m_blocks * group);
+    place.advance(work.all_blocks);
   }
 
  private:
@@ -380,11 +401,12 @@ struct BackwardConsumer {
     clear(dv);
     ptx::barrier_wait(shared.k_full(kv_place.stage), kv_place.parity);
     ptx::barrier_wait(shared.v_full(kv_place.stage), kv_place.parity);
-    const int group = arguments.group, m_end = work.m_begin + work.m_blocks * kBlockM;
+    const int group = arguments.group;
 #pragma unroll 1
     for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
+      const typename Config::Queries queries = work.queries(arguments.params, head);
 #pragma unroll 1
-      for (int m_start = work.m_begin; m_start < m_end; m_start += kBlockM) block(work, head, m_start);
+      for (int i = 0; i < queries.count; ++i) block(work, head, queries.start(i), queries.is_whole(i));
     }
     write_out(work);
     kv_place.advance();
@@ -400,7 +422,9 @@ struct BackwardConsumer {
 
   // ---- One block of queries ----
 
-  __device__ __forceinline__ void block(const BackwardTileWork<Config>& work, int head, int m_start) {
+  // `is_listed_whole`: do mask and segments leave every pair visible?
+  __device__ __forceinline__ void block(const BackwardTileWork<Config>& work, int head, int m_start,
+                                        bool is_listed_whole) {
     const int stage = uniform(place.stage);
     const uint32_t sQ = shared.sQ(stage), sDout = shared.sDout(stage);
     Scores scores, ds;
@@ -413,10 +437,17 @@ struct BackwardConsumer {
 
     // ---- p = exp(q k^T - lse) ----
     const bool is_whole = work.mask.covers(m_start + query_row(), kQueries, work.n_start + key_row(), 64);
+    const Pairs<true> pairs{arguments.params, arguments.pairs, work.batch, head};
+    const int row0 = work.n_start + warp_row(), column0 = m_start + query_row();
+    PairBits<kQueries / 8> visible[1]{{~0u}}, kept[1]{{~0u}};
+    if constexpr (Config::kGeneral) {
+      if (!is_listed_whole) load_visible(visible, pairs, row0, column0);
+      if (pairs.may_drop()) draw_kept(kept, pairs, row0, column0);
+    }
     ptx::wgmma_wait<1>();
     ptx::keep_in_place(scores[0]);
-    if constexpr (Config::kTransform) {
-      transform_scores(scores, arguments.logit);
+    if constexpr (Config::kGeneral) {
+      transform_scores(scores, pairs, arguments.logit, row0, column0);
     } else {
 #pragma unroll
       for (int nt = 0; nt < kQueries / 8; ++nt) exponentiate(scores[0][nt], nt, stage);
@@ -434,22 +465,31 @@ struct BackwardConsumer {
     for (int nt = 0; nt < kQueries / 8; ++nt) {
       float (&tile)[4] = scores[0][nt];
       float slope[4];
-      if constexpr (Config::kTransform) {  // only now: a register for each slope is more than there are
+      if constexpr (Config::kGeneral) {  // only now: a register for each slope is more than there are
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           slope[i] = arguments.logit.transform == LogitScale::kSoftCap ? soft_cap_slope(tile[i]) : 1;
         }
         exponentiate(tile, nt, stage);
         if (!is_whole) hide(work, tile, nt, m_start);
+        float dropped[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (!visible[0].test(nt, i)) tile[i] = 0;
+          dropped[i] = kept[0].test(nt, i) ? tile[i] : 0;
+        }
+        make_operand<Arithmetic>(dropped, nt, p);
+      } else {
+        make_operand<Arithmetic>(tile, nt, p);
       }
-      make_operand<Arithmetic>(tile, nt, p);
       float delta[2];
       ptx::load_shared_x2(delta, shared.sDelta(stage) + 4 * (query_row() + accumulator_column(nt, 0)));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& x = ds[0][nt][i];
+        if constexpr (Config::kGeneral) x = kept[0].test(nt, i) ? x * arguments.pairs.kept_factor : 0;
         x = tile[i] * (x - delta[i % 2]);
-        if constexpr (Config::kTransform) x *= slope[i];
+        if constexpr (Config::kGeneral) x *= slope[i];
       }
       make_operand<Arithmetic>(ds[0][nt], nt, ds_operand);
     }
@@ -618,7 +658,8 @@ struct BackwardConsumer {
     if (Config::kWithDq && ptx::elect_one()) ptx::tensor_store_wait_read();  // dq has left its buffer
     __syncwarp();
     store_rows<Arithmetic>(dk, {arguments.logit.scale, arguments.logit.scale}, sDk, Config::kOutPitch);
-    store_rows<Arithmetic>(dv, {1, 1}, sDv, Config::kOutPitch);
+    const float kept_factor = Config::kGeneral ? arguments.pairs.kept_factor : 1;
+    store_rows<Arithmetic>(dv, {kept_factor, kept_factor}, sDv, Config::kOutPitch);
     ptx::async_proxy_fence();
     __syncwarp();
     if (row0 < static_cast<int>(params.seqlen_kv) && ptx::elect_one()) {
@@ -695,6 +736,7 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchContext& c
                               .schedule{params, Config::kBlockN, context.multiprocessors},
                               .dq_accum = DqFragments(params),
                               .logit = LogitScale(params),
+                              .pairs = PairOptions(params),
                               .group = static_cast<int>(params.num_heads / params.num_kv_heads)};
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
@@ -706,6 +748,9 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchContext& c
         make_tensor_map<Element>(params.dk, B, S, K, H, 16, &arguments.tDk),
         make_tensor_map<Element>(params.dv, B, S, K, Hv, 16, &arguments.tDv)}) {
     if (error != cudaSuccess) return error;
+  }
+  if (const cudaError_t error = launch_lists(params, params.visible, Config::Queries::shape(), context)) {
+    return error;
   }
   return launch(backward_kernel<Config>, arguments.schedule.num_blocks, Config::kThreads,
                 Config::kSharedBytes, context, arguments);
@@ -719,11 +764,11 @@ cudaError_t backward_dq(const BackwardParams& params, const LaunchContext& conte
 template <class Arithmetic, int kHeadDim>
 cudaError_t backward(const BackwardParams& params, const LaunchContext& context) {
   using Element = typename Arithmetic::Element;
-  if (!is_served(params, context) || has_pairs(params)) return kNotServed;
-  const bool transform = LogitScale(params).transform != LogitScale::kNone;
+  if (!is_served(params, context)) return kNotServed;
   auto launch_form = [&]<bool kWithDq>() {
-    return transform ? launch_backward<BackwardConfig<Arithmetic, kHeadDim, true, kWithDq>>(params, context)
-                     : launch_backward<BackwardConfig<Arithmetic, kHeadDim, false, kWithDq>>(params, context);
+    return is_general(params)
+               ? launch_backward<BackwardConfig<Arithmetic, kHeadDim, true, kWithDq>>(params, context)
+               : launch_backward<BackwardConfig<Arithmetic, kHeadDim, false, kWithDq>>(params, context);
   };
   cudaError_t error = cudaSuccess;
   if constexpr (!backward_is_split(kHeadDim)) {

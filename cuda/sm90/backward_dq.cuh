@@ -27,6 +27,7 @@
 #include "sm90/tile_loader.cuh"
 #include "softmax.cuh"
 #include "tiles.h"
+#include "visibility.cuh"
 
 namespace jax_flash::cuda {
 using backward_dq_params = BackwardParams;
@@ -40,17 +41,19 @@ struct BackwardDqArguments {
   CUtensorMap tDq;        // boxes of 16 rows
   BackwardParams params;
   LogitScale logit;
+  PairOptions pairs;
 };
 
-template <class Arithmetic_, int kHeadDim_, bool kTransform_>
+template <class Arithmetic_, int kHeadDim_, bool kGeneral_>
 struct BackwardDqConfig {
   using Arithmetic = Arithmetic_;
   using Element = typename Arithmetic::Element;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kTransform = kTransform_;  // of scores, before the softmax
-  static constexpr BackwardDqTile kTile = backward_dq_tile(kHeadDim);
+  static constexpr bool kGeneral = kGeneral_;  // with what pairs.cuh and transform_scores do
+  static constexpr BackwardDqTile kTile = backward_dq_tile(kHeadDim, kGeneral);
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
   static constexpr int kBlockM = 64 * kConsumers, kBlockN = kTile.block_n, kStages = kTile.stages;
+  using Keys = BlockList<kGeneral, /*kOfQueries=*/true, kBlockM, kBlockN>;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
   // Shared memory: tiles of kChunks times [rows, 64] elements, swizzled.
@@ -93,17 +96,19 @@ template <class Config>
 struct BackwardDqWork {
   int m_start, head, kv_head, batch;
   Mask mask;
-  KeyBlocks blocks;
+  KeyBlocks blocks;  // if no list says which
+  typename Config::Keys keys;
   int seqlen_q, seqlen_kv;
 
   __device__ __forceinline__ BackwardDqWork(const BackwardParams& params, unsigned index)
-      : batch(index / num_tiles(params)), mask(params, batch) {
+      : batch(index / num_tiles(params)), mask(params, batch), keys(params, {}, 0, 0, 0, 0, 0) {
     seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
     const unsigned in_batch = index - batch * num_tiles(params), m_blocks = num_m_blocks(params);
     head = in_batch / m_blocks;
     m_start = (m_blocks - 1 - (in_batch - head * m_blocks)) * Config::kBlockM;
     kv_head = head / (static_cast<int>(params.num_heads) / static_cast<int>(params.num_kv_heads));
     blocks = mask.template key_blocks<Config::kBlockN>(m_start, min(Config::kBlockM, seqlen_q - m_start));
+    keys = {params, params.visible, batch, head, m_start, blocks.begin, blocks.end};
   }
 
  private:
@@ -123,7 +128,7 @@ __device__ __forceinline__ void load_for_dq(const BackwardDqArguments& arguments
                                             const BackwardDqWork<Config>& work) {
   constexpr int kBlockN = Config::kBlockN;
   using Loader = TileLoader<Config::kChunks>;
-  if (work.blocks.is_empty()) return;
+  if (work.keys.count == 0) return;
   const uint32_t tail = shared.tail(kIsKeys ? 0 : 1);
   Loader rows{kIsKeys ? arguments.tQ : arguments.tDout,
               work.batch,
@@ -144,17 +149,30 @@ __device__ __forceinline__ void load_for_dq(const BackwardDqArguments& arguments
               rows.tail_parity};
   keys.template load<kBlockN>(kIsKeys ? shared.sK(0) : shared.sV(0),
                               kIsKeys ? shared.k_full(0) : shared.v_full(0), work.kv_head,
-                              (work.blocks.end - 1) * kBlockN);
-  if (ptx::elect_one()) {
+                              work.keys.start(work.keys.count - 1));
+  if constexpr (Config::kBlockN < kVisibilityBlock) {
+    // More than one block of a list may have a tail.
     RingPlace<Config::kStages> place;
 #pragma unroll 1
-    for (int n = work.blocks.end - 2; n >= work.blocks.begin; --n) {
+    for (int n = work.keys.count - 2; n >= 0; --n) {
+      place.advance();
+      ptx::barrier_wait(kIsKeys ? shared.k_empty(place.stage) : shared.v_empty(place.stage),
+                        place.parity ^ 1);
+      __syncwarp();
+      keys.template load<kBlockN>(kIsKeys ? shared.sK(place.stage) : shared.sV(place.stage),
+                                  kIsKeys ? shared.k_full(place.stage) : shared.v_full(place.stage),
+                                  work.kv_head, work.keys.start(n));
+    }
+  } else if (ptx::elect_one()) {
+    RingPlace<Config::kStages> place;
+#pragma unroll 1
+    for (int n = work.keys.count - 2; n >= 0; --n) {
       place.advance();
       ptx::barrier_wait(kIsKeys ? shared.k_empty(place.stage) : shared.v_empty(place.stage),
                         place.parity ^ 1);
       keys.template load_whole<kBlockN>(kIsKeys ? shared.sK(place.stage) : shared.sV(place.stage),
                                         kIsKeys ? shared.k_full(place.stage) : shared.v_full(place.stage),
-                                        work.kv_head, n * kBlockN);
+                                        work.kv_head, work.keys.start(n));
     }
   }
 }
@@ -184,12 +202,12 @@ struct BackwardDqConsumer {
   __device__ __forceinline__ void run() {
     clear(dq);
     load_stats();
-    if (!work.blocks.is_empty()) {
+    if (work.keys.count > 0) {
       ptx::barrier_wait(shared.q_full(), 0);
       ptx::barrier_wait(shared.dout_full(), 0);
     }
 #pragma unroll 1
-    for (int n = work.blocks.end - 1; n >= work.blocks.begin; --n) block(n);
+    for (int n = work.keys.count - 1; n >= 0; --n) block(n);
     write_out();
   }
 
@@ -216,17 +234,27 @@ struct BackwardDqConsumer {
                                        shared.sV(stage), Config::kKvChunkBytes);
 
     // ---- p = exp(q k^T - lse), and for the soft cap p (1 - tanh^2) ----
+    const int row0 = work.m_start + warp_row, column0 = work.keys.start(n);
+    const Pairs<false> pairs{arguments.params, arguments.pairs, work.batch, work.head};
+    PairBits<kBlockN / 8> visible[1]{}, kept[1]{};
+    if constexpr (Config::kGeneral) {
+      if (!work.keys.is_whole(n)) load_visible(visible, pairs, row0, column0);
+      if (pairs.may_drop()) draw_kept(kept, pairs, row0, column0);
+    }
     ptx::wgmma_wait<1>();
     ptx::keep_in_place(scores[0]);
     const LogitScale& logit = arguments.logit;
-    if constexpr (Config::kTransform) transform_scores(scores, logit);
+    if constexpr (Config::kGeneral) transform_scores(scores, pairs, logit, row0, column0);
     for_each_accumulator(scores, [&](int, int h, int nt, int c) {
       float& x = scores[0][nt][2 * h + c];
       const float p = ptx::exp2_approx(fmaf(x, logit.scale_log2, -lse_log2[h]));
-      x = Config::kTransform && logit.transform == LogitScale::kSoftCap ? p * soft_cap_slope(x) : p;
+      x = Config::kGeneral && logit.transform == LogitScale::kSoftCap ? p * soft_cap_slope(x) : p;
     });
-    if (!work.blocks.is_whole(n)) {
-      fill_hidden(scores, work.mask, work.m_start + warp_row, n * kBlockN, 0);
+    if constexpr (Config::kGeneral) {
+      if (!work.mask.covers(row0, 16, column0, kBlockN)) fill_hidden(scores, work.mask, row0, column0, 0);
+      if (!work.keys.is_whole(n)) fill_unset(scores, visible, 0);
+    } else if (!work.blocks.is_whole(column0 / kBlockN)) {
+      fill_hidden(scores, work.mask, row0, column0, 0);
     }
 
     // ---- ds = p * (dout v^T - delta) ----
@@ -238,7 +266,12 @@ struct BackwardDqConsumer {
     for (int nt = 0; nt < kBlockN / 8; ++nt) {
       float (&tile)[4] = ds[0][nt];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) tile[i] = scores[0][nt][i] * (tile[i] - delta[i / 2]);
+      for (int i = 0; i < 4; ++i) {
+        if (Config::kGeneral && pairs.may_drop()) {
+          tile[i] = kept[0].test(nt, i) ? tile[i] * arguments.pairs.kept_factor : 0;
+        }
+        tile[i] = scores[0][nt][i] * (tile[i] - delta[i / 2]);
+      }
       make_operand<Arithmetic>(tile, nt, operand);
     }
 
@@ -260,7 +293,9 @@ struct BackwardDqConsumer {
     for (int h = 0; h < 2; ++h) {
       const int row = row0 + accumulator_row(0, h);
       factor[h] = arguments.logit.scale;
-      if (work.mask.first_key(row) <= work.mask.last_key(row)) continue;
+      // In a row that sees no key, others of its tile may have left 0 * NaN.
+      const bool is_hidden = Config::kGeneral && lse_log2[h] == INFINITY;
+      if (work.mask.first_key(row) <= work.mask.last_key(row) && !is_hidden) continue;
 #pragma unroll
       for (int nt = 0; nt < kHeadDim / 8; ++nt) dq[0][nt][2 * h] = dq[0][nt][2 * h + 1] = 0;
     }
@@ -321,7 +356,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 template <class Config>
 cudaError_t launch_backward_dq(const BackwardParams& params, const LaunchContext& context) {
   using Element = typename Config::Element;
-  BackwardDqArguments arguments{.params = params, .logit = LogitScale(params)};
+  BackwardDqArguments arguments{.params = params, .logit = LogitScale(params), .pairs = PairOptions(params)};
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
   for (cudaError_t error :
@@ -332,16 +367,19 @@ cudaError_t launch_backward_dq(const BackwardParams& params, const LaunchContext
         make_tensor_map<Element>(params.dq, B, T, N, H, 16, &arguments.tDq)}) {
     if (error != cudaSuccess) return error;
   }
+  if (const cudaError_t error = launch_lists(params, params.visible, Config::Keys::shape(), context)) {
+    return error;
+  }
   return launch(backward_dq_kernel<Config>, ceil_div(T, Config::kBlockM) * N * B, Config::kThreads,
                 Config::kSharedBytes, context, arguments);
 }
 
 template <class Arithmetic, int kHeadDim>
 cudaError_t backward_dq(const BackwardParams& params, const LaunchContext& context) {
-  if (!is_served(params, context) || has_pairs(params)) return kNotServed;
-  return LogitScale(params).transform == LogitScale::kNone
-             ? launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, false>>(params, context)
-             : launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, true>>(params, context);
+  if (!is_served(params, context)) return kNotServed;
+  return is_general(params)
+             ? launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, true>>(params, context)
+             : launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, false>>(params, context);
 }
 
 }  // namespace jax_flash::cuda::sm90

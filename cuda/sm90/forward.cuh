@@ -31,6 +31,7 @@
 #include "sm90/tensor_map.h"
 #include "softmax.cuh"
 #include "tiles.h"
+#include "visibility.cuh"
 
 namespace jax_flash::cuda {
 using forward_params = ForwardParams;
@@ -45,16 +46,17 @@ struct ForwardArguments {
   CUtensorMap tOut;  // boxes of 16 rows
   ForwardParams params;
   LogitScale logit;
+  PairOptions pairs;
   Schedule schedule;
 };
 
-template <class Arithmetic_, int kHeadDim_, ForwardTile kTile_, bool kTransform_>
+template <class Arithmetic_, int kHeadDim_, ForwardTile kTile_, bool kGeneral_>
 struct ForwardConfig {
   using Arithmetic = Arithmetic_;
   using Element = typename Arithmetic::Element;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr ForwardTile kTile = kTile_;
-  static constexpr bool kTransform = kTransform_;  // of scores, before the softmax
+  static constexpr bool kGeneral = kGeneral_;  // with what pairs.cuh and transform_scores do
   static constexpr int kConsumers = kTile.consumers, kBlockM = 64 * kConsumers, kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages, kQStages = kTile.q_stages;
   static constexpr int kThreads = 128 * (1 + kConsumers);
@@ -66,6 +68,7 @@ struct ForwardConfig {
   static constexpr bool kRescaleLate = kHeadDim > 128;
 
   using Tile = WorkTile<kConsumers>;
+  using Keys = BlockList<kGeneral, /*kOfQueries=*/true, kBlockM, kBlockN>;
 
   // Shared memory: tiles of kChunks times [rows, 64] elements, swizzled.
   static constexpr int kChunks = (kHeadDim + kChunkColumns - 1) / kChunkColumns;
@@ -145,7 +148,7 @@ struct ForwardScheduler {
     for (int index = blockIdx.x;;) {
       typename Config::Tile& tile = shared.tile(tile_place.stage);
       ptx::barrier_wait(shared.tile_empty(tile_place.stage), tile_place.parity ^ 1);
-      write_tile<Config::kBlockN>(schedule, arguments.params, index, tile);
+      write_tile<typename Config::Keys, Config::kBlockN>(schedule, arguments.params, index, tile);
       ptx::barrier_arrive(shared.tile_full(tile_place.stage));
       if (index >= schedule.num_tiles) return;
       load_q(tile);
@@ -200,6 +203,8 @@ struct ForwardLoader {
       batch = uniform(tile.batch);
       const int kv_length = uniform(tile.mask.kv_length);
       const int n_begin = uniform(tile.blocks.begin), n_last = uniform(tile.blocks.end) - 1;
+      const typename Config::Keys keys(arguments.params, arguments.params.visible, batch, uniform(tile.head),
+                                       uniform(tile.m_start), 0, 0);
       if (ptx::elect_one()) ptx::barrier_arrive(shared.tile_empty(tile_place.stage));
       tile_place.advance();
 
@@ -208,9 +213,9 @@ struct ForwardLoader {
       const int n_ask = max(min(n_begin + 3, n_last), n_begin - 1);
       int n = n_last;
       if (!kIsKeys && n >= n_begin) {
-        const int rows = kv_length - n * kBlockN;
+        const int rows = kv_length - keys.start(n);
         if (rows < kBlockN && kv_length < seqlen_kv) {
-          load_tail(n, rows);
+          load_tail(keys.start(n), rows);
           --n;
         }
       }
@@ -221,7 +226,7 @@ struct ForwardLoader {
         for (int i = n; i >= n_begin; --i) {
           if (kIsKeys && i == n_ask) ptx::barrier_arrive(shared.tile_wanted());
           ptx::barrier_wait(empty(at.stage), at.parity ^ 1);
-          load(at.stage, full(at.stage), i);
+          load(at.stage, full(at.stage), keys.start(i));
           at.advance();
         }
       }
@@ -242,21 +247,21 @@ struct ForwardLoader {
   }
 
   // By one thread.
-  __device__ __forceinline__ void load(int stage, uint32_t barrier, int n_block) {
+  __device__ __forceinline__ void load(int stage, uint32_t barrier, int row) {
     ptx::barrier_arrive_expect(barrier, Config::kKvBytes);
 #pragma unroll
     for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
       ptx::tensor_load(sKv(stage) + chunk * Config::kKvChunkBytes, kIsKeys ? arguments.tK : arguments.tV,
-                       barrier, chunk * kChunkColumns, kv_head, n_block * kBlockN, batch, ptx::kEvictLast);
+                       barrier, chunk * kChunkColumns, kv_head, row, batch, ptx::kEvictLast);
     }
   }
 
   // The values of a block of which only `rows` count. The others lie in the tensor, so may be NaN, and 0 *
   // NaN is NaN.
-  __device__ __forceinline__ void load_tail(int n_block, int rows) {
+  __device__ __forceinline__ void load_tail(int row, int rows) {
     ptx::barrier_wait(empty(place.stage), place.parity ^ 1);
     __syncwarp();
-    if (ptx::elect_one()) load(place.stage, shared.v_tail(), n_block);
+    if (ptx::elect_one()) load(place.stage, shared.v_tail(), row);
     ptx::barrier_wait(shared.v_tail(), tail_parity);
     tail_parity ^= 1;
     const uint32_t zeros[4] = {0, 0, 0, 0};
@@ -301,10 +306,15 @@ struct ForwardConsumer {
   bool has_tile;
   uint32_t sQ;       // of this consumer's rows
   KeyBlocks blocks;  // that this consumer's rows see
+  typename Config::Keys keys;
+
+  // What depends on the single pair, of the block whose scores are being formed. General form only.
+  BiasTile<kBlockN / 8> bias;
+  PairBits<kBlockN / 8> visible[1], kept[1];
 
   __device__ __forceinline__ ForwardConsumer(const ForwardArguments& arguments, ForwardShared<Config> shared,
                                              int consumer)
-      : arguments(arguments), shared(shared), consumer(consumer) {}
+      : arguments(arguments), shared(shared), consumer(consumer), keys(arguments.params, {}, 0, 0, 0, 0, 0) {}
 
   __device__ __forceinline__ void run() {
     if (consumer == kConsumers - 1) pass_turn();  // the first one begins
@@ -353,6 +363,15 @@ struct ForwardConsumer {
     if (uniform(tile().m_start) < 0) return false;
     const KeyBlocks rows = tile().rows[consumer];
     blocks = {uniform(rows.begin), uniform(rows.end), uniform(rows.whole_begin), uniform(rows.whole_end)};
+    if constexpr (Config::kGeneral) {
+      keys = {arguments.params,
+              arguments.params.visible,
+              uniform(tile().batch),
+              uniform(tile().head),
+              uniform(tile().m_start),
+              0,
+              0};
+    }
     return true;
   }
 
@@ -400,17 +419,42 @@ struct ForwardConsumer {
 
   // ---- Softmax ----
 
+  // Is every pair of block n and this consumer's rows visible?
+  __device__ __forceinline__ bool is_whole(int n) const {
+    return keys.is_listed() ? keys.is_whole(n) : blocks.is_whole(n);
+  }
+
+  // Reads and draws what depends on the single pair of block n, while its scores are formed.
+  __device__ __forceinline__ void prepare_pairs(int n) {
+    if constexpr (Config::kGeneral) {
+      const Pairs<false> pairs{arguments.params, arguments.pairs, uniform(tile().batch),
+                               uniform(tile().head)};
+      const int row = tile().m_start + warp_row(), key = keys.start(n);
+      pairs.load_bias(bias, row, key);
+      if (!keys.is_whole(n)) load_visible(visible, pairs, row, key);
+      if (pairs.may_drop()) draw_kept(kept, pairs, row, key);
+    }
+  }
+
   // From scores of block n to probabilities; true if out must be multiplied by `factor`.
   template <bool kMasked>
   __device__ __forceinline__ bool soften(float (&scores)[1][Config::kBlockN / 8][4], int n) {
-    if constexpr (Config::kTransform) transform_scores(scores, arguments.logit);
-    if (kMasked && !blocks.is_whole(n)) {
-      const int row = tile().m_start + warp_row(), key = n * kBlockN;
-      if (n < blocks.whole_begin) fill_before(scores, tile().mask, row, key, -INFINITY);
-      if (n >= blocks.whole_end) fill_behind(scores, tile().mask, row, key, -INFINITY);
+    const int row = tile().m_start + warp_row(), key = keys.start(n);
+    if constexpr (Config::kGeneral) {
+      const Pairs<false> pairs{arguments.params, arguments.pairs, uniform(tile().batch),
+                               uniform(tile().head)};
+      pairs.transform(scores[0], bias, arguments.logit, row, key);
+      if (!keys.is_whole(n)) fill_unset(scores, visible, -INFINITY);
+    }
+    if (kMasked && !is_whole(n)) {
+      if (keys.is_listed() || n < blocks.whole_begin) fill_before(scores, tile().mask, row, key, -INFINITY);
+      if (keys.is_listed() || n >= blocks.whole_end) fill_behind(scores, tile().mask, row, key, -INFINITY);
     }
     const bool moved = softmax.raise_maximum(scores, arguments.logit.scale_log2, factor);
     softmax.exponentiate(scores, arguments.logit.scale_log2);
+    if constexpr (Config::kGeneral) {
+      if (arguments.params.dropout_seeds) fill_unset(scores, kept, 0);
+    }
     return moved;
   }
 
@@ -435,6 +479,7 @@ struct ForwardConsumer {
     take_turn();
     issue_scores(scores, sK);
     pass_turn();
+    prepare_pairs(blocks.end - 1);
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(scores[0]);
     release(shared.k_empty(kv_place.stage));
@@ -456,6 +501,7 @@ struct ForwardConsumer {
     ptx::barrier_wait(shared.v_full(v_place.stage), v_place.parity);
     issue_values(sV);
     pass_turn();
+    prepare_pairs(n);
     ptx::wgmma_wait<1>();
     ptx::keep_in_place(scores[0]);
     release(shared.k_empty(kv_place.stage));
@@ -506,6 +552,7 @@ struct ForwardConsumer {
     write_out(m_start, head, batch, q_stage);
     if (is_joint) {
       begin_rows();
+      prepare_pairs(blocks.end - 1);
       soften</*kMasked=*/true>(scores, blocks.end - 1);
       keep_probabilities(scores);
     }
@@ -557,7 +604,7 @@ struct ForwardConsumer {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const RowEnd end = softmax.finish(0, h, sink);
-      normalizer[h] = end.normalizer;
+      normalizer[h] = end.normalizer * (Config::kGeneral ? arguments.pairs.kept_factor : 1);
       hidden[h] = end.is_empty;
       const int row = row0 + accumulator_row(0, h);
       if (lane_id() % 4 == 0 && row < seqlen_q) {
@@ -642,7 +689,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 template <class Config>
 cudaError_t launch_forward(const ForwardParams& params, const LaunchContext& context) {
   using Element = typename Config::Element;
-  ForwardArguments arguments{.params = params, .logit = LogitScale(params)};
+  ForwardArguments arguments{.params = params, .logit = LogitScale(params), .pairs = PairOptions(params)};
   if (!make_schedule(params, Config::kBlockM, context, &arguments.schedule)) return kNotServed;
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
@@ -656,17 +703,21 @@ cudaError_t launch_forward(const ForwardParams& params, const LaunchContext& con
     const cudaError_t error = cudaMemsetAsync(arguments.schedule.counter, 0, sizeof(int), context.stream);
     if (error != cudaSuccess) return error;
   }
+  if (const cudaError_t error = launch_lists(params, params.visible, Config::Keys::shape(), context)) {
+    return error;
+  }
   const int blocks = std::min(arguments.schedule.num_tiles, context.multiprocessors);
   return launch(forward_kernel<Config>, blocks, Config::kThreads, Config::kSharedBytes, context, arguments);
 }
 
 template <class Arithmetic, int kHeadDim>
 cudaError_t forward(const ForwardParams& params, const LaunchContext& context) {
-  if (!is_served(params, context) || has_pairs(params)) return kNotServed;
-  const bool transform = LogitScale(params).transform != LogitScale::kNone;
-  // The long tiles have no registers left to transform scores in.
+  if (!is_served(params, context)) return kNotServed;
   constexpr ForwardTile kShort = forward_tile(kHeadDim, false), kLong = forward_tile(kHeadDim, true);
-  if (transform) return launch_forward<ForwardConfig<Arithmetic, kHeadDim, kShort, true>>(params, context);
+  constexpr ForwardTile kGeneral = general_forward_tile(kHeadDim);
+  if (is_general(params)) {
+    return launch_forward<ForwardConfig<Arithmetic, kHeadDim, kGeneral, true>>(params, context);
+  }
   const bool use_long = context.forced_tile < 0
                             ? is_long(kHeadDim, most_keys(params), params.options.is_causal)
                             : context.forced_tile == 1;

@@ -13,6 +13,7 @@
 #include "launch.h"
 #include "mask.cuh"
 #include "params.h"
+#include "visibility.cuh"
 
 namespace jax_flash::cuda::sm90 {
 
@@ -57,9 +58,10 @@ struct WorkTile {
   Mask mask;
 };
 
-// Fills in tile number `index`, field by field: the thread that does it has few registers.
-template <int kBlockN, int kConsumers>
-__device__ __forceinline__ void write_tile(const Schedule& schedule, const AttentionParams& params, int index,
+// Fills in tile number `index`, field by field: the thread that does it has few registers. Where a list says
+// which blocks are visible (Keys), they are counted along it.
+template <class Keys, int kBlockN, int kConsumers>
+__device__ __forceinline__ void write_tile(const Schedule& schedule, const ForwardParams& params, int index,
                                            WorkTile<kConsumers>& tile) {
   if (index >= schedule.num_tiles) {
     tile.m_start = -1;
@@ -81,11 +83,14 @@ __device__ __forceinline__ void write_tile(const Schedule& schedule, const Atten
   tile.mask = mask;
   // Rows beyond the end of out count as if they were not there: they are neither masked nor written.
   const int rows_left = static_cast<int>(params.seqlen_q) - m_start;
-  const KeyBlocks blocks = mask.key_blocks<kBlockN>(m_start, min(64 * kConsumers, rows_left));
+  KeyBlocks blocks = mask.key_blocks<kBlockN>(m_start, min(64 * kConsumers, rows_left));
+  const Keys keys(params, params.visible, batch, tile.head, m_start, 0, 0);
+  if (keys.is_listed()) blocks = {0, keys.count, 0, 0};
   tile.blocks = blocks;
 #pragma unroll 1
   for (int i = 0; i < kConsumers; ++i) {
-    KeyBlocks rows = mask.key_blocks<kBlockN>(m_start + 64 * i, min(64, rows_left - 64 * i));
+    KeyBlocks rows =
+        keys.is_listed() ? blocks : mask.key_blocks<kBlockN>(m_start + 64 * i, min(64, rows_left - 64 * i));
     if (rows.is_empty()) rows.begin = rows.end = blocks.begin;
     tile.rows[i] = rows;
   }
