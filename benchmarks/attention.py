@@ -6,7 +6,12 @@
 Every shape is checked first: one head is recomputed in float64, all its rows, forward and backward. Then each
 direction is timed apart: forward is the jitted call, backward the jitted pullback alone, whose residuals are
 arguments. Inputs are random normal. The operations counted are 4 B N T S H forward, 2.5 times that backward,
-and half where attention is causal. Memory is arguments, results and temporary buffers of each program.
+and half where attention is causal; of packed sequences, those of the visible pairs alone. Memory is arguments,
+results and temporary buffers of each program.
+
+The section "options" times biases, masks, dropout and packed sequences. ALiBi and segments, which jax.nn does not
+have, it gets as a dense bias or mask; dropout, which it cannot express, is timed alone. Of a random mask all pairs
+are counted, as no tile is without visible ones.
 
 The whole sweep writes its figures to benchmarks/results/<device>.json and draws them; a filtered one writes
 where --output says.
@@ -23,7 +28,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 # XLA's attention needs room for its score matrices; where it still fails, the table says so in one line.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
@@ -35,6 +40,7 @@ import measure
 import numpy as np
 
 import jax_flash
+from jax_flash import _dropout
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 OURS = "jax_flash"
@@ -58,6 +64,8 @@ class Shape:
     num_kv_heads: int | None = None  # None: as many as query heads
     window: tuple[int, int] | None = None
     precision: str | None = None  # None: jax_default_matmul_precision
+    option: str | None = None  # one of those that are named below
+    lengths: tuple[int, ...] | None = None  # of the sequences that are packed, or the rows of a ragged batch
 
     @property
     def kv_heads(self) -> int:
@@ -68,13 +76,18 @@ class Shape:
         if self.window is not None:
             left, right = self.window[0], 0 if self.is_causal else self.window[1]
             pairs = sum(min(i, left) + 1 + min(self.seq_len - 1 - i, right) for i in range(self.seq_len))
-        forward = 4 * self.batch * self.num_heads * self.head_dim * pairs
+        pairs *= self.batch
+        if self.lengths is not None:
+            pairs = sum(n * (n + 1) // 2 if self.is_causal else n**2 for n in self.lengths)
+        forward = 4 * self.num_heads * self.head_dim * pairs
         return forward if direction == "forward" else 2.5 * forward
 
     def describe(self) -> str:
         mask = "causal" if self.is_causal else "full"
         if self.window is not None:
             mask += f" window {self.window[0]},{self.window[1]}"
+        if self.option is not None:
+            mask += f" {self.option}"
         heads = f"{self.num_heads}" + (f"/{self.kv_heads}" if self.kv_heads != self.num_heads else "")
         dtype = self.dtype if self.precision is None else f"{self.dtype} {self.precision}"
         return f"{self.batch} x {self.seq_len} x {heads} x {self.head_dim} {mask} {dtype}"
@@ -95,12 +108,36 @@ def gpu_shapes() -> Iterator[Shape]:
     yield Shape("window", 1, 16384, 16, 128, is_causal=True, window=(1023, 0))
     for precision in ("default", "highest"):
         yield Shape("long", 1, 131072, 1, 128, "float32", precision=precision)
+    yield from option_shapes(Shape("options", 4, 4096, 16, 128), num_packed=16384)
 
 
 def cpu_shapes() -> Iterator[Shape]:
     for seq_len, causal in itertools.product((1024, 2048, 4096), (False, True)):
         yield Shape("standard", 1, seq_len, 8, 64, "float32", is_causal=causal)
     yield Shape("long", 1, 16384, 1, 64, "float32")
+    yield from option_shapes(Shape("options", 1, 2048, 8, 64, "float32"), num_packed=4096)
+
+
+def option_shapes(plain: Shape, num_packed: int) -> Iterator[Shape]:
+    """Each option on a plain shape, and sequences of `num_packed` tokens together."""
+    for option in (BIAS, BIAS_GRADIENT, RANDOM_MASK):
+        yield dataclasses.replace(plain, option=option)
+    yield dataclasses.replace(plain, option=CAUSAL_MASK, is_causal=True)
+    yield dataclasses.replace(plain, option=DROPOUT)
+    for causal in (False, True):
+        yield dataclasses.replace(plain, option=ALIBI, is_causal=causal)
+    lengths = random_lengths(num_packed, count=16)
+    longest = -(-max(lengths) // 128) * 128
+    for causal in (False, True):
+        packed = dataclasses.replace(plain, is_causal=causal, lengths=lengths)
+        yield dataclasses.replace(packed, option=PACKED, batch=1, seq_len=num_packed)
+        yield dataclasses.replace(packed, option=RAGGED, batch=len(lengths), seq_len=longest)
+
+
+def random_lengths(total: int, count: int) -> tuple[int, ...]:
+    """The same lengths every time: those of the parts of a row that is cut at random places."""
+    cuts = np.sort(np.random.default_rng(0).choice(total - 1, count - 1, replace=False)) + 1
+    return tuple(np.diff([0, *cuts, total]).tolist())
 
 
 def memory_shapes(on_gpu: bool) -> Iterator[Shape]:
@@ -114,13 +151,145 @@ def memory_shapes(on_gpu: bool) -> Iterator[Shape]:
 
 
 def implementation(name: str, shape: Shape) -> Callable[..., jax.Array]:
-    """Attention of three arrays as jax_flash or one of jax.nn's implementations computes it."""
-    options: dict[str, Any] = {"is_causal": shape.is_causal}
+    """Attention as jax_flash or one of jax.nn's implementations computes it, of the arrays of `Inputs`."""
+    options: dict[str, Any] = {"is_causal": shape.is_causal and shape.option != CAUSAL_MASK}
     if shape.window is not None:
         options["local_window_size"] = shape.window
     if name == OURS:
+        if shape.option == DROPOUT:
+            options["dropout_rate"] = DROPOUT_RATE
         return functools.partial(jax_flash.flash_attention, **options)
     return functools.partial(jax.nn.dot_product_attention, implementation=name, **options)
+
+
+# ---- Options ----------------------------------------------------------------------------------------------
+
+# By the names that the table has for them.
+BIAS = "constant bias [1,N,T,S]"  # of which cuDNN computes the gradient all the same
+BIAS_GRADIENT = "bias [1,N,T,S] and dbias"
+RANDOM_MASK = "random mask [B,1,T,S]"
+CAUSAL_MASK = "as a mask [B,1,T,S]"
+DROPOUT_RATE = 0.1
+DROPOUT = f"dropout {DROPOUT_RATE}"
+ALIBI = "ALiBi"
+PACKED = "packed"
+RAGGED = "ragged"
+
+
+class Inputs(NamedTuple):
+    """The arrays of one shape."""
+
+    differentiated: tuple[jax.Array, ...]  # q, k, v, and the bias where its gradient counts
+    ours: dict[str, Any]  # more arguments of flash_attention
+    theirs: dict[str, Any] | None  # of jax.nn.dot_product_attention; None: it has no such thing
+    dout: jax.Array
+
+    def others(self, name: str) -> dict[str, Any] | None:
+        """The arguments of one implementation beside those that are differentiated."""
+        return self.ours if name == OURS else self.theirs
+
+
+def option_arguments(shape: Shape) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """What an option adds to the arguments of flash_attention, and to those of jax.nn.dot_product_attention."""
+    key = jax.random.key(1)
+    square = (shape.seq_len, shape.seq_len)
+    if shape.option in (BIAS, BIAS_GRADIENT):
+        arguments = {"bias": jax.random.normal(key, (1, shape.num_heads, *square), jnp.dtype(shape.dtype))}
+    elif shape.option == RANDOM_MASK:
+        mask = jax.random.bernoulli(key, 0.5, (shape.batch, 1, *square))
+        arguments = {"mask": mask | jnp.eye(shape.seq_len, dtype=bool)}  # each query sees a key
+    elif shape.option == CAUSAL_MASK:
+        arguments = {"mask": jnp.broadcast_to(jnp.tri(*square, dtype=bool), (shape.batch, 1, *square))}
+    elif shape.option == DROPOUT:
+        return {"dropout_rng": key}, None
+    elif shape.option == ALIBI:
+        slopes = alibi_slopes(shape)
+        bias = alibi_bias(slopes[None, :, None, None], shape.seq_len)
+        return {"bias": jax_flash.Alibi(slopes)}, {"bias": bias.astype(shape.dtype)}
+    elif shape.option == PACKED:
+        ids = jnp.asarray(np.repeat(np.arange(len(shape.lengths)), shape.lengths)[None], jnp.int32)
+        return {"segment_ids": ids}, {"mask": (ids[:, :, None] == ids[:, None, :])[:, None]}
+    elif shape.option == RAGGED:
+        lengths = jnp.array(shape.lengths, jnp.int32)
+        arguments = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+    else:
+        arguments = {}
+    return arguments, arguments
+
+
+def alibi_slopes(shape: Shape) -> jax.Array:
+    return 2.0 ** (-8 * jnp.arange(1, shape.num_heads + 1, dtype=jnp.float32) / shape.num_heads)
+
+
+def alibi_bias(slopes: jax.Array, seq_len: int) -> jax.Array:
+    position = jnp.arange(seq_len, dtype=slopes.dtype)
+    return -slopes * jnp.abs(position[:, None] - position)
+
+
+def option_reference(shape: Shape, operands: Inputs) -> dict[str, np.ndarray]:
+    """What `measure.reference_head` gives, under an option: the last head of the last sequence, in float64."""
+    given = operands.theirs or {}
+    index = jnp.arange(shape.seq_len)
+    visible = jnp.ones((shape.seq_len, shape.seq_len), bool)
+    if shape.is_causal:
+        visible &= index[:, None] >= index
+    if "mask" in given:
+        visible &= given["mask"][-1, -1]
+    if shape.option == RAGGED:
+        visible &= (index[:, None] < shape.lengths[-1]) & (index < shape.lengths[-1])
+
+    with measure.float64_enabled():
+        bias = kept = None
+        if shape.option == BIAS:
+            bias = given["bias"][0, -1]
+        elif shape.option == BIAS_GRADIENT:
+            bias = operands.differentiated[3][0, -1]
+        elif shape.option == ALIBI:
+            bias = alibi_bias(alibi_slopes(shape)[-1].astype(jnp.float64), shape.seq_len)
+        elif shape.option == DROPOUT:
+            seeds = _dropout.make_seeds(operands.ours["dropout_rng"], shape.batch, shape.num_heads)
+            kept = _dropout.keep(seeds[-1, -1], DROPOUT_RATE, shape.seq_len, shape.seq_len)
+
+        def head(sequence: int) -> dict[str, jax.Array]:
+            q, k, v, dout = (x[sequence, :, -1] for x in (*operands.differentiated[:3], operands.dout))
+            return _option_reference(
+                q, k, v, dout, bias, visible, kept, bias_gradient=shape.option == BIAS_GRADIENT
+            )
+
+        expected = head(-1)
+        if shape.option == BIAS_GRADIENT:  # the bias of a head is that of all sequences
+            for sequence in range(shape.batch - 1):
+                expected["dbias"] += head(sequence)["dbias"]
+        return {name: np.asarray(x) for name, x in expected.items()}
+
+
+@functools.partial(jax.jit, static_argnames="bias_gradient")
+def _option_reference(q, k, v, dout, bias, visible, kept, *, bias_gradient: bool):
+    q, k, v, dout = (x.astype(jnp.float64) for x in (q, k, v, dout))
+    scale = q.shape[-1] ** -0.5
+    # Rows at a time: 128 MB for each matrix.
+    num_blocks = next(n for n in range(1, len(q) + 1) if len(q) % n == 0 and len(q) // n * len(k) <= 2**24)
+
+    def rows(sums, operands):
+        dk, dv = sums
+        q, dout, bias, visible, kept = operands
+        s = scale * (q @ k.T)
+        if bias is not None:
+            s += bias.astype(s.dtype)
+        s = jnp.where(visible, s, -jnp.inf)
+        p = jnp.where(visible.any(-1, keepdims=True), jax.nn.softmax(s, axis=-1), 0)  # 0 beyond the lengths
+        factor = 1.0 if kept is None else kept / (1 - DROPOUT_RATE)
+        out = (p * factor) @ v
+        ds = p * (factor * (dout @ v.T) - jnp.sum(dout * out, axis=-1, keepdims=True))
+        results = {"out": out, "dq": scale * (ds @ k)} | ({"dbias": ds} if bias_gradient else {})
+        return (dk + scale * (ds.T @ q), dv + (p * factor).T @ dout), results
+
+    def blocks(x):
+        return x.reshape(num_blocks, -1, *x.shape[1:])
+
+    operands = jax.tree.map(blocks, (q, dout, bias, visible, kept))
+    (dk, dv), results = jax.lax.scan(rows, (jnp.zeros_like(k), jnp.zeros_like(v)), operands)
+    return {name: x.reshape(-1, x.shape[-1]) for name, x in results.items()} | {"dk": dk, "dv": dv}
 
 
 # ---- Programs ---------------------------------------------------------------------------------------------
@@ -135,13 +304,16 @@ class Programs:
     backward: jax.stages.Compiled | Exception  # pullback, dout -> dq, dk, dv
 
 
-def inputs(shape: Shape) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Random normal q, k, v and dout."""
+def inputs(shape: Shape) -> Inputs:
+    """Random normal q, k, v and dout, and what the option adds."""
     keys = jax.random.split(jax.random.key(0), 4)
     heads = (shape.num_heads, shape.kv_heads, shape.kv_heads, shape.num_heads)
     sizes = [(shape.batch, shape.seq_len, n, shape.head_dim) for n in heads]
     q, k, v, dout = map(jax.random.normal, keys, sizes, [jnp.dtype(shape.dtype)] * 4)
-    return q, k, v, dout
+    ours, theirs = option_arguments(shape)
+    if shape.option == BIAS_GRADIENT:
+        return Inputs((q, k, v, ours["bias"]), {}, {}, dout)
+    return Inputs((q, k, v), ours, theirs, dout)
 
 
 def compile_programs(names: Sequence[str], shape: Shape) -> dict[str, Programs]:
@@ -150,17 +322,21 @@ def compile_programs(names: Sequence[str], shape: Shape) -> dict[str, Programs]:
     def abstract(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
-    operands = jax.eval_shape(functools.partial(inputs, shape))[:3]
+    def with_pullback(attention: Callable, differentiated: tuple, others: dict) -> tuple[jax.Array, Callable]:
+        return jax.vjp(functools.partial(attention, **others), *differentiated)
+
+    operands = jax.eval_shape(functools.partial(inputs, shape))
     lowered: dict[str, list[jax.stages.Lowered | Exception]] = {}
     with jax.default_matmul_precision(shape.precision):
         for name in names:
-            attention = implementation(name, shape)
+            attention, others = implementation(name, shape), operands.others(name)
             try:
-                forward = jax.jit(attention).lower(*operands)
+                forward = jax.jit(attention).lower(*operands.differentiated, **others)
             except Exception as error:  # not supported, in whatever words
                 forward = error
             try:
-                residuals = jax.jit(functools.partial(jax.vjp, attention)).lower(*operands)
+                traced = jax.jit(functools.partial(with_pullback, attention))
+                residuals = traced.lower(operands.differentiated, others)
                 out, pullback = jax.tree.map(abstract, residuals.out_info)
                 backward = jax.jit(lambda pullback, dout: pullback(dout)).lower(pullback, out)
             except Exception as error:
@@ -185,7 +361,9 @@ def compile_training_step(name: str, shape: Shape) -> measure.Json:
     attention = implementation(name, shape)
     try:
         step = jax.jit(lambda q, k, v, dout: jax.vjp(attention, q, k, v)[1](dout))
-        return {"bytes": measure.program_bytes(step.lower(*jax.eval_shape(lambda: inputs(shape))).compile())}
+        operands = jax.eval_shape(functools.partial(inputs, shape))
+        lowered = step.lower(*operands.differentiated, operands.dout)
+        return {"bytes": measure.program_bytes(lowered.compile())}
     except Exception as error:
         return {"error": measure.reason(error)}
 
@@ -220,29 +398,39 @@ def run_shape(
     shape: Shape, names: Sequence[str], directions: Sequence[str], timer: Timer
 ) -> list[measure.Json]:
     """Checks and times one shape: a cell for each direction."""
-    q, k, v, dout = inputs(shape)
+    if shape.option == BIAS_GRADIENT:  # forward it is the bias alone, which is a shape of its own
+        directions = [direction for direction in directions if direction == "backward"]
+    if not directions:
+        return []
+    operands = inputs(shape)
+    if operands.theirs is None:
+        names = [name for name in names if name == OURS]
+    expected = reference(shape, operands)
+    programs = compile_programs(names, shape)
+    return [run_direction(shape, direction, programs, operands, expected, timer) for direction in directions]
+
+
+def reference(shape: Shape, operands: Inputs) -> dict[str, np.ndarray]:
+    """The last head of the last sequence, the one that a wrong offset misses, and its gradients in float64."""
+    if shape.option is not None:
+        return option_reference(shape, operands)
     group = shape.num_heads // shape.kv_heads
-    # The last head of the last sequence: the one that a wrong offset misses.
-    expected = measure.reference_head(
+    q, k, v = operands.differentiated
+    return measure.reference_head(
         q[-1, :, -group:],
         k[-1, :, -1],
         v[-1, :, -1],
-        dout[-1, :, -group:],
+        operands.dout[-1, :, -group:],
         is_causal=shape.is_causal,
         window=shape.window,
     )
-    programs = compile_programs(names, shape)
-    return [
-        run_direction(shape, direction, programs, (q, k, v, dout), expected, timer)
-        for direction in directions
-    ]
 
 
 def run_direction(
     shape: Shape,
     direction: str,
     programs: dict[str, Programs],
-    operands: tuple[jax.Array, ...],
+    operands: Inputs,
     expected: dict[str, np.ndarray],
     timer: Timer,
 ) -> measure.Json:
@@ -254,12 +442,13 @@ def run_direction(
             compiled = usable(program.forward if direction == "forward" else program.backward)
             results[name]["bytes"] = measure.program_bytes(compiled)
             if direction == "forward":
-                call = functools.partial(compiled, *operands[:3])
+                call = functools.partial(compiled, *operands.differentiated, **operands.others(name))
                 got = {"out": jax.block_until_ready(call())}
             else:
-                _, pullback = usable(program.residuals)(*operands[:3])
-                call = functools.partial(compiled, pullback, operands[3])
-                got = dict(zip(("dq", "dk", "dv"), jax.block_until_ready(call()), strict=True))
+                _, pullback = usable(program.residuals)(operands.differentiated, operands.others(name))
+                call = functools.partial(compiled, pullback, operands.dout)
+                gradients = ("dq", "dk", "dv", "dbias")[: len(operands.differentiated)]
+                got = dict(zip(gradients, jax.block_until_ready(call()), strict=True))
                 del pullback
             results[name] |= judge(shape, got, expected)
             del got
@@ -297,7 +486,8 @@ def judge(shape: Shape, got: dict[str, jax.Array], expected: dict[str, np.ndarra
     heads = {"out": group, "dq": group, "dk": 1, "dv": 1}
     errors = {}
     for name, value in got.items():
-        head = value[-1, :, -heads[name] :].reshape(expected[name].shape)
+        head = value[0, -1] if name == "dbias" else value[-1, :, -heads[name] :]
+        head = head.reshape(expected[name].shape)
         errors[name] = measure.compare(head, expected[name])
     kind, limit = measure.tolerance(shape.dtype, shape.precision, shape.seq_len)
     return {"errors": errors, "correct": all(error[kind] <= limit for error in errors.values())}  # NaN is not
@@ -357,7 +547,7 @@ def failures(cells: Sequence[measure.Json]) -> list[str]:
     for cell in cells:
         for name, result in cell["results"].items():
             if "error" in result:
-                where = f"{cell['section']} T={cell['seq_len']} H={cell['head_dim']}"
+                where = f"{cell['option'] or cell['section']} T={cell['seq_len']} H={cell['head_dim']}"
                 reasons.setdefault((name, result["error"]), {})[where] = None
     return [f"{name}: {error} [{', '.join(places)}]" for (name, error), places in reasons.items()]
 
@@ -368,7 +558,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--platform", choices=("gpu", "cpu"), help="default: gpu where there is one")
     parser.add_argument("--only", choices=DIRECTIONS, help="one direction")
-    parser.add_argument("--section", nargs="+", metavar="NAME", help="standard, float32, long, memory, ...")
+    parser.add_argument(
+        "--section", nargs="+", metavar="NAME", help="standard, float32, long, options, memory, ..."
+    )
+    parser.add_argument(
+        "--option", metavar="NAME", help="of the section options: those whose name has this in it"
+    )
     parser.add_argument("--head-dim", type=int, nargs="+", metavar="H")
     parser.add_argument("--seq-len", type=int, nargs="+", metavar="T")
     parser.add_argument("--mask", choices=("full", "causal"))
@@ -377,7 +572,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="timed slices of each program; 2 on a GPU, 3 on a CPU")
     parser.add_argument("--warmup-ms", type=float, default=100, help="untimed calls before each slice")
     parser.add_argument("--slice-ms", type=float, default=150, help="timed calls of each slice")
-    parser.add_argument("--minutes", type=float, default=8, help="shapes not begun by then are left out")
+    parser.add_argument("--minutes", type=float, default=11, help="shapes not begun by then are left out")
     parser.add_argument(
         "--output", type=pathlib.Path, help="JSON file; for a whole sweep results/<device>.json"
     )
@@ -391,6 +586,7 @@ def chosen(shapes: Iterator[Shape], options: argparse.Namespace) -> list[Shape]:
         shape
         for shape in shapes
         if (not options.section or shape.section in options.section)
+        and (not options.option or options.option in (shape.option or ""))
         and (not options.head_dim or shape.head_dim in options.head_dim)
         and (not options.seq_len or shape.seq_len in options.seq_len)
         and (not options.mask or shape.is_causal == (options.mask == "causal"))
@@ -512,7 +708,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shapes = chosen(gpu_shapes() if on_gpu else cpu_shapes(), options)
     memory = chosen(memory_shapes(on_gpu), options)
     whole = options.peers is None and not any(
-        (options.only, options.section, options.head_dim, options.seq_len, options.mask, options.quick)
+        (
+            options.only,
+            options.section,
+            options.option,
+            options.head_dim,
+            options.seq_len,
+            options.mask,
+            options.quick,
+        )
     )
     output = options.output or (RESULTS / f"{measure.device_slug(facts)}.json" if whole else None)
     report = Report(facts, timer, output)

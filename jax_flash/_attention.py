@@ -156,7 +156,9 @@ def flash_attention(
     if isinstance(bias, Alibi):
         operands["alibi_slopes"] = _per_head(bias.slopes, query)
     elif bias is not None:
-        operands["bias"] = _with_four_axes(bias)
+        # The kernels compute logits in float32 or in query's dtype: a bias in float64 beside others has no more to say.
+        exact = bias.dtype != jnp.float64 or query.dtype == jnp.float64
+        operands["bias"] = _with_four_axes(bias if exact else bias.astype(jnp.float32))
     if mask is not None:
         operands["mask"] = _with_four_axes(mask)
     if segment_ids is not None:
