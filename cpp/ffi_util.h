@@ -303,8 +303,10 @@ inline bool Is16Bit(const AttentionParams& params) {
 }
 
 // `with_workspace`, here and below: the call carries the results that only the CUDA kernels use.
-inline ffi::Error TakeVisibilityWorkspace(CallReader& call, const AttentionParams& params,
-                                          bool with_workspace, VisibilityWorkspace* workspace) {
+inline ffi::Error TakeVisibilityWorkspace(CallReader& call, bool with_workspace, bool with_bits_of_keys,
+                                          AttentionParams* call_params) {
+  const AttentionParams& params = *call_params;
+  VisibilityWorkspace* workspace = &call_params->visible;
   *workspace = {};
   if (!with_workspace || !(params.mask || params.query_segment_ids)) return ffi::Error::Success();
   const auto blocks = [](int64_t size) { return (size + kVisibilityBlock - 1) / kVisibilityBlock; };
@@ -312,8 +314,25 @@ inline ffi::Error TakeVisibilityWorkspace(CallReader& call, const AttentionParam
   const int64_t M = blocks(params.seqlen_q), U = blocks(params.seqlen_kv);
   workspace->num_heads = N;
   RETURN_IF_ERROR(call.TakeResult("visibility", ffi::DataType::U8, {B, N, M, U}, &workspace->visibility));
-  return call.TakeResult("lists", ffi::DataType::S32, {B, N, std::max(M * (U + 1), U * (M + 1))},
-                         &workspace->lists);
+  RETURN_IF_ERROR(call.TakeResult("lists", ffi::DataType::S32, {B, N, std::max(M * (U + 1), U * (M + 1))},
+                                  &workspace->lists));
+  if (!params.mask) return ffi::Error::Success();
+  const PairArray& mask = params.mask;
+  const int64_t mask_batch = mask.batch_stride ? params.batch : 1, mask_heads = N;
+  const auto take = [&](const char* name, int64_t rows, int64_t words, bool is_full,
+                        VisibilityWorkspace::Bits* bits) {
+    *bits = {.words = nullptr,
+             .batch_stride = mask.batch_stride ? mask_heads * rows * words : 0,
+             .head_stride = mask.head_stride ? rows * words : 0,
+             .row_stride = rows > 1 ? words : 0,
+             .word_step = is_full};
+    return call.TakeResult(name, ffi::DataType::U32, {mask_batch, mask_heads, rows, words}, &bits->words);
+  };
+  const int64_t T = mask.row_stride ? params.seqlen_q : 1, S = mask.key_stride ? params.seqlen_kv : 1;
+  RETURN_IF_ERROR(
+      take("mask bits of queries", T, 2 * blocks(S), mask.key_stride != 0, &workspace->of_queries));
+  if (!with_bits_of_keys) return ffi::Error::Success();
+  return take("mask bits of keys", S, 2 * blocks(T), mask.row_stride != 0, &workspace->of_keys);
 }
 
 inline ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary attributes,
@@ -332,7 +351,7 @@ inline ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets result
   if (with_workspace && Is16Bit(*params)) {
     RETURN_IF_ERROR(call.TakeResult("tile_counter", ffi::DataType::S32, {1}, &params->tile_counter));
   }
-  RETURN_IF_ERROR(TakeVisibilityWorkspace(call, *params, with_workspace, &params->visible));
+  RETURN_IF_ERROR(TakeVisibilityWorkspace(call, with_workspace, /*with_bits_of_keys=*/false, params));
   return call.CheckAllTaken();
 }
 
@@ -398,7 +417,7 @@ inline ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets resul
       RETURN_IF_ERROR(call.TakeResult("dq_accum", f32, {B, (T + 15) / 16 * 16, N, H}, &params->dq_accum));
     }
   }
-  RETURN_IF_ERROR(TakeVisibilityWorkspace(call, *params, with_workspace, &params->visible));
+  RETURN_IF_ERROR(TakeVisibilityWorkspace(call, with_workspace, /*with_bits_of_keys=*/!is_of_bias, params));
   return call.CheckAllTaken();
 }
 

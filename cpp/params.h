@@ -26,6 +26,25 @@ struct PairArray {
   explicit operator bool() const { return data != nullptr; }
 };
 
+// Blocks of this many rows or keys are the units in which a mask or segments are looked at.
+inline constexpr int64_t kVisibilityBlock = 64;
+
+// Of the CUDA kernels, where there is a mask or there are segments; N' is N where the mask differs between
+// heads, else 1; M and U are T and S in blocks.
+struct VisibilityWorkspace {
+  int64_t num_heads;    // N'
+  uint8_t* visibility;  // [B, N', M, U]
+  int32_t* lists;       // [B, N', max(M * (U + 1), U * (M + 1))]: the visible blocks of a row or column
+
+  // The mask as bits, 64 keys of a query, or 64 queries of a key, in two words.
+  struct Bits {
+    uint32_t* words;  // [B, N, T, 2 U], of the keys [B, N, S, 2 M]; axes of size 1 as of the mask, with one
+                      // block for an axis that has size 1; null: there are none
+    int64_t batch_stride, head_stride, row_stride;
+    int word_step;  // 0 where the mask has size 1 along a row
+  } of_queries, of_keys;
+};
+
 struct AttentionParams {
   DType dtype;  // of q, k, v, out and their gradients
   int64_t batch;
@@ -45,17 +64,8 @@ struct AttentionParams {
 #define OPERAND(type, name, ...) type name;
 #include "operands.def"
 #undef OPERAND
-};
 
-// Blocks of this many rows or keys are the units in which a mask or segments are looked at.
-inline constexpr int64_t kVisibilityBlock = 64;
-
-// Of the CUDA kernels, where there is a mask or there are segments; N' is N where the mask differs between
-// heads, else 1; M and U are T and S in blocks.
-struct VisibilityWorkspace {
-  int64_t num_heads;    // N'
-  uint8_t* visibility;  // [B, N', M, U]
-  int32_t* lists;       // [B, N', max(M * (U + 1), U * (M + 1))]: the visible blocks of a row or column
+  VisibilityWorkspace visible;
 };
 
 struct ForwardParams : AttentionParams {
@@ -64,7 +74,6 @@ struct ForwardParams : AttentionParams {
 
   // Workspace of the CUDA kernels.
   int32_t* tile_counter;  // [1]; null: there is none
-  VisibilityWorkspace visible;
 };
 
 // Statistics of queries have T rounded up to this many rows: whole blocks of every CUDA kernel.
@@ -91,7 +100,6 @@ struct BackwardParams : AttentionParams {
   float* lse_log2;  // the same: lse * log2(e), made safe for exp2
   float* dq_accum;  // [B, T', N, H], T' = T rounded up to 16: room for dq's sums, in the order that suits the
                     // kernel; null where dq is written directly
-  VisibilityWorkspace visible;
 };
 
 }  // namespace jax_flash

@@ -147,7 +147,7 @@ std::string run_forward(const ForwardParams& params, cudaStream_t stream, int de
   const DeviceGuard guard(device);
   LaunchContext context;
   if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
-  if (const cudaError_t error = launch_visibility(params, params.visible, context)) return describe(error);
+  if (const cudaError_t error = launch_visibility(params, context)) return describe(error);
   return run_kernel(Direction::forward, params, context);
 }
 
@@ -155,7 +155,7 @@ std::string run_backward(const BackwardParams& params, cudaStream_t stream, int 
   const DeviceGuard guard(device);
   LaunchContext context;
   if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
-  if (const cudaError_t error = launch_visibility(params, params.visible, context)) return describe(error);
+  if (const cudaError_t error = launch_visibility(params, context)) return describe(error);
   if (std::string message = run_kernel(Direction::backward, params, context); !message.empty())
     return message;
   return params.options.deterministic ? run_kernel(Direction::backward_dq, params, context) : "";
@@ -165,7 +165,7 @@ std::string run_backward_bias(const BackwardParams& params, cudaStream_t stream,
   const DeviceGuard guard(device);
   LaunchContext context;
   if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
-  if (const cudaError_t error = launch_visibility(params, params.visible, context)) return describe(error);
+  if (const cudaError_t error = launch_visibility(params, context)) return describe(error);
   return run_kernel(Direction::backward_bias, params, context);
 }
 

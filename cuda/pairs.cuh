@@ -12,12 +12,14 @@
 #include "accumulator.cuh"
 #include "dropout.h"
 #include "params.h"
+#include "ptx/memory.h"
 #include "softmax.cuh"
 
 namespace jax_flash::cuda {
 
-// How a lane reads the bias: two neighbouring columns of 16 bits at once, or one at a time.
-enum class BiasFormat { kNone, kTwoOf16Bits, kOneOf16Bits, kOneOf32Bits };
+// How the bias is read: through shared memory, where a kernel has room for it, in pieces of 16 bytes; two
+// neighbouring columns of 16 bits at once; or one at a time.
+enum class BiasFormat { kNone, kPieces, kTwoOf16Bits, kOneOf16Bits, kOneOf32Bits };
 
 inline bool has_pairs(const AttentionParams& params) {
   return params.bias || params.mask || params.query_segment_ids || params.alibi_slopes ||
@@ -32,40 +34,54 @@ inline bool is_general(const AttentionParams& params) {
 // What of it is known before the launch.
 struct PairOptions {
   BiasFormat bias_format;
-  bool mask_by_twos;  // are two neighbouring keys' bytes of the mask read at once?
-  bool is_half;       // is the bias float16?
+  bool is_half;  // is the bias float16?
   uint32_t drop_threshold;
   float kept_factor;  // what kept probabilities are multiplied by
 
   explicit PairOptions(const AttentionParams& params) {
-    auto by_twos = [&](const PairArray& array, int bytes) {
-      return array.key_stride == 1 && params.seqlen_kv % 2 == 0 &&
-             (reinterpret_cast<uintptr_t>(array.data) % (2 * bytes) == 0);
+    const PairArray& bias = params.bias;
+    auto by = [&](int count) {
+      return bias.key_stride == 1 && params.seqlen_kv % count == 0 &&
+             reinterpret_cast<uintptr_t>(bias.data) % (2 * count) == 0;
     };
-    is_half = params.bias.dtype == DType::kFloat16;
-    bias_format = !params.bias                           ? BiasFormat::kNone
-                  : params.bias.dtype == DType::kFloat32 ? BiasFormat::kOneOf32Bits
-                  : by_twos(params.bias, 2)              ? BiasFormat::kTwoOf16Bits
-                                                         : BiasFormat::kOneOf16Bits;
-    mask_by_twos = params.mask && by_twos(params.mask, 1);
+    is_half = bias.dtype == DType::kFloat16;
+    bias_format = !bias                           ? BiasFormat::kNone
+                  : bias.dtype == DType::kFloat32 ? BiasFormat::kOneOf32Bits
+                  : by(8)                         ? BiasFormat::kPieces
+                  : by(2)                         ? BiasFormat::kTwoOf16Bits
+                                                  : BiasFormat::kOneOf16Bits;
     drop_threshold = Dropout::threshold_of(params.options.dropout_rate);
     kept_factor = static_cast<float>(1 / (1 - params.options.dropout_rate));
   }
 };
 
-// One bit for each accumulator of 16 rows and 8 kNTiles columns.
+// One bit for each accumulator of 16 rows and 8 kNTiles columns. In the order in which words of 32 columns
+// give them: a byte for each tile of 8 columns, of which a lane has 2, and 4 such words side by side.
 template <int kNTiles>
 struct PairBits {
   uint32_t bits;
 
-  __device__ __forceinline__ bool test(int nt, int i) const { return bits >> (4 * nt + i) & 1; }
-  __device__ __forceinline__ void set(int nt, int i, uint32_t bit) { bits |= bit << (4 * nt + i); }
+  __device__ static constexpr int position(int nt, int i) {
+    return 8 * (nt % 4) + 4 * (i / 2) + 2 * (nt / 4) + i % 2;
+  }
+  __device__ __forceinline__ bool test(int nt, int i) const { return bits >> position(nt, i) & 1; }
+  __device__ __forceinline__ void set(int nt, int i, bool value) {
+    if (value) bits |= 1u << position(nt, i);
+  }
 };
 
-// A lane's part of a bias, as read; of two neighbouring columns of 16 bits both are in the first.
-template <int kNTiles>
-struct BiasTile {
-  uint32_t raw[kNTiles][4];
+// A warp's part of shared memory, through which the pieces of a 16-bit bias come: 16 rows by kColumns columns
+// of scores, as they lie in memory.
+template <bool kTransposed, int kColumns>
+struct BiasBuffer {
+  static constexpr int kQueries = kTransposed ? kColumns : 16, kPieces = kTransposed ? 2 : kColumns / 8;
+  static constexpr int kBytes = kQueries * kPieces * 16;
+  uint32_t shared;
+
+  // The piece of 8 keys of a query, at a place where neither this copy nor load_matrix finds bank conflicts.
+  __device__ __forceinline__ uint32_t place(int query, int piece) const {
+    return shared + (query * kPieces + (piece ^ (kTransposed ? query / 4 % 2 : query % 8))) * 16;
+  }
 };
 
 // The pairs of one batch element and query head.
@@ -80,68 +96,104 @@ struct Pairs {
 
   // ---- Bias: functions of 16 rows from `row0` on and of 8 kNTiles columns from `column0` on ----
 
-  template <int kNTiles>
-  __device__ __forceinline__ void load_bias(BiasTile<kNTiles>& tile, int row0, int column0) const {
-    switch (options.bias_format) {
-      case BiasFormat::kNone:
-        return;
-      case BiasFormat::kTwoOf16Bits:
-        if constexpr (!kTransposed) return load_twos(tile, row0, column0);
-        return load_ones<uint16_t>(tile, row0, column0);
-      case BiasFormat::kOneOf16Bits:
-        return load_ones<uint16_t>(tile, row0, column0);
-      case BiasFormat::kOneOf32Bits:
-        return load_ones<uint32_t>(tile, row0, column0);
+  // Starts to copy pieces; those beyond the end of the keys become zeros, and rows beyond the end the last
+  // one. The warp must be done with what is there.
+  template <int kColumns>
+  __device__ __forceinline__ void start_pieces(const BiasBuffer<kTransposed, kColumns>& buffer, int row0,
+                                               int column0) const {
+    using Buffer = BiasBuffer<kTransposed, kColumns>;
+    const int query0 = kTransposed ? column0 : row0, key0 = kTransposed ? row0 : column0;
+    const char* from = static_cast<const char*>(params.bias.data) +
+                       (batch * params.bias.batch_stride + head * params.bias.head_stride) * 2;
+#pragma unroll
+    for (int i = 0; i < Buffer::kQueries * Buffer::kPieces / 32; ++i) {
+      const int index = 32 * i + lane_id(), query = index / Buffer::kPieces, piece = index % Buffer::kPieces;
+      const int row = min(query0 + query, static_cast<int>(params.seqlen_q) - 1), key = key0 + 8 * piece;
+      const bool exists = key < static_cast<int>(params.seqlen_kv);
+      ptx::copy_async<16>(buffer.place(query, piece),
+                          from + (row * params.bias.row_stride + (exists ? key : 0)) * 2, exists);
     }
+    ptx::copy_async_commit();
   }
 
-  // From scores to logits / scale_log2, but for what is hidden.
+  // x = score * multiplier + bias, with the pieces that were started last.
   template <int kNTiles>
-  __device__ __forceinline__ void transform(float (&scores)[kNTiles][4], const BiasTile<kNTiles>& tile,
+  __device__ __forceinline__ void add_pieces(float (&scores)[kNTiles][4],
+                                             const BiasBuffer<kTransposed, 8 * kNTiles>& buffer,
+                                             const LogitScale& logit) const {
+    ptx::copy_async_wait<0>();
+    __syncwarp();
+    auto add = [&](auto to_float) {
+#pragma unroll
+      for (int nt = 0; nt < kNTiles; nt += 2) {
+        // Four matrices of 8 x 8: of two tiles of columns, the upper and the lower rows.
+        uint32_t r[4];
+        if constexpr (kTransposed) {
+          ptx::load_matrix_x4_transposed(
+              r, buffer.place(8 * nt + lane_id() % 8 + lane_id() / 16 * 8, lane_id() / 8 % 2));
+        } else {
+          ptx::load_matrix_x4(r, buffer.place(lane_id() % 16, nt + lane_id() / 16));
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          float& x = scores[nt + i / 4][i % 4];
+          x = fmaf(x, logit.multiplier, to_float(r[i / 2], i % 2));
+        }
+      }
+    };
+    if (options.is_half) {
+      add([](uint32_t two, int i) {
+        return __half2float(__ushort_as_half(static_cast<uint16_t>(two >> 16 * i)));
+      });
+    } else {
+      add([](uint32_t two, int i) { return __uint_as_float(i == 0 ? two << 16 : two & 0xffff0000); });
+    }
+    __syncwarp();
+  }
+
+  // From scores to logits / scale_log2, but for what is hidden. `is_added`: the bias has been added.
+  template <int kNTiles>
+  __device__ __forceinline__ void transform(float (&scores)[kNTiles][4], bool is_added,
                                             const LogitScale& logit, int row0, int column0) const {
     if (logit.transform == LogitScale::kNone) return;
-    for_each(scores, [&](float& x, int, int) { x *= logit.multiplier; });
-    const float factor = logit.bias_multiplier;
-    auto add = [&](auto value) {
-      for_each(scores, [&](float& x, int nt, int i) { x = fmaf(value(nt, i), factor, x); });
-    };
-    if (options.bias_format == BiasFormat::kOneOf32Bits) {
-      add([&](int nt, int i) { return __uint_as_float(tile.raw[nt][i]); });
-    } else if (options.bias_format != BiasFormat::kNone) {
-      const bool twos = !kTransposed && options.bias_format == BiasFormat::kTwoOf16Bits;
-      auto bits = [&](int nt, int i) {
-        return twos && i % 2 ? tile.raw[nt][i - 1] >> 16 : tile.raw[nt][i] & 0xffff;
-      };
-      if (options.is_half) {
-        add([&](int nt, int i) {
-          return __half2float(__ushort_as_half(static_cast<uint16_t>(bits(nt, i))));
-        });
-      } else {
-        add([&](int nt, int i) { return __uint_as_float(bits(nt, i) << 16); });
-      }
-    }
-    if (params.alibi_slopes) {
-      const float slope = -slope_of_head() * factor;
-      const int offset = position_offset();
-      for_each(scores, [&](float& x, int nt, int i) {
-        x = fmaf(slope,
-                 distance(row0 + accumulator_row(0, i / 2), column0 + accumulator_column(nt, i % 2), offset),
-                 x);
+    auto add = [&](float& x, float bias) { x = fmaf(x, logit.multiplier, bias); };
+    const bool reads_bias = !is_added && options.bias_format != BiasFormat::kNone;
+    if (reads_bias && options.bias_format == BiasFormat::kOneOf32Bits) {
+      for_each_element<float, kNTiles>(params.bias, row0, column0,
+                                       [&](int nt, int i, float bias) { add(scores[nt][i], bias); });
+    } else if (reads_bias && (kTransposed || options.bias_format == BiasFormat::kOneOf16Bits)) {
+      for_each_element<uint16_t, kNTiles>(params.bias, row0, column0, [&](int nt, int i, uint16_t bias) {
+        add(scores[nt][i], from_16_bits(bias));
       });
+    } else if (reads_bias) {
+      for_each_two<kNTiles>(params.bias, row0, column0, [&](int nt, int i, uint32_t two) {
+        add(scores[nt][i], from_16_bits(two));
+        add(scores[nt][i + 1], from_16_bits(two >> 16));
+      });
+    } else if (params.alibi_slopes) {
+      const float slope = -slope_of_head();
+      const float distance = lane_distance(row0, column0);
+      for_each(scores,
+               [&](float& x, int nt, int i) { add(x, slope * fabsf(distance + distance_step(nt, i))); });
+    } else if (!is_added) {
+      for_each(scores, [&](float& x, int, int) { x *= logit.multiplier; });
     }
     if (logit.transform == LogitScale::kSoftCap) {
-      for_each(scores, [&](float& x, int, int) { x = tanh_from_exp2(x); });
+      for_each(scores, [&](float& x, int, int) { x = soft_cap(x, logit); });
     }
   }
 
-  // |i + query_offset - j|, of a row and a column.
-  __device__ __forceinline__ float distance(int row, int column, int offset) const {
-    const int query = kTransposed ? column : row, key = kTransposed ? row : column;
-    return fabsf(static_cast<float>(query + offset - key));
-  }
-  __device__ __forceinline__ int position_offset() const {
+  // i + query_offset - j of a lane's first accumulator, and what it is more in another one. Whole numbers,
+  // exact in float32 up to 2^24.
+  __device__ __forceinline__ float lane_distance(int row0, int column0) const {
     constexpr int kFar = 1 << 30;  // far from overflow
-    return params.query_offset ? max(-kFar, min(params.query_offset[batch], kFar)) : 0;
+    const int offset = params.query_offset ? max(-kFar, min(params.query_offset[batch], kFar)) : 0;
+    const int row = row0 + accumulator_row(0, 0), column = column0 + accumulator_column(0, 0);
+    return static_cast<float>((kTransposed ? column - row : row - column) + offset);
+  }
+  __device__ static constexpr float distance_step(int nt, int i) {
+    const int row = 8 * (i / 2), column = 8 * nt + i % 2;
+    return static_cast<float>(kTransposed ? column - row : row - column);
   }
 
   // ---- Which pairs mask and segments leave visible ----
@@ -149,8 +201,7 @@ struct Pairs {
   template <int kNTiles>
   __device__ __forceinline__ PairBits<kNTiles> visible(int row0, int column0) const {
     static_assert(kNTiles <= 8);
-    PairBits<kNTiles> result{params.mask.data ? 0 : ~0u};
-    if (params.mask.data) load_mask(result, row0, column0);
+    PairBits<kNTiles> result{params.mask.data ? mask_bits<kNTiles>(row0, column0) : ~0u};
     if (params.query_segment_ids) compare_segments(result, row0, column0);
     return result;
   }
@@ -186,6 +237,11 @@ struct Pairs {
       }
     }
     return result;
+  }
+
+  __device__ __forceinline__ float from_16_bits(uint32_t bits) const {  // the lower ones
+    return options.is_half ? __half2float(__ushort_as_half(static_cast<uint16_t>(bits)))
+                           : __uint_as_float(bits << 16);
   }
 
   __device__ __forceinline__ float slope_of_head() const {
@@ -241,43 +297,37 @@ struct Pairs {
     }
   }
 
-  template <class Element, int kNTiles>
-  __device__ __forceinline__ void load_ones(BiasTile<kNTiles>& tile, int row0, int column0) const {
-    for_each_element<Element, kNTiles>(params.bias, row0, column0,
-                                       [&](int nt, int i, Element x) { tile.raw[nt][i] = x; });
-  }
-
-  template <int kNTiles>
-  __device__ __forceinline__ void load_twos(BiasTile<kNTiles>& tile, int row0, int column0) const {
+  // f(nt, i, elements of i and i + 1) for each two neighbours, of 16 bits.
+  template <int kNTiles, class F>
+  __device__ __forceinline__ void for_each_two(const PairArray& array, int row0, int column0, F f) const {
     const int columns = column_limit() - column0 - accumulator_column(0, 0);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const uint32_t* row = reinterpret_cast<const uint32_t*>(lane_row(params.bias, 2, row0, column0, h));
+      const uint32_t* row = reinterpret_cast<const uint32_t*>(lane_row(array, 2, row0, column0, h));
 #pragma unroll
       for (int nt = 0; nt < kNTiles; ++nt) {
-        if (8 * nt < columns) tile.raw[nt][2 * h] = __ldg(row + 4 * nt);
+        if (8 * nt < columns) f(nt, 2 * h, __ldg(row + 4 * nt));
       }
     }
   }
 
   template <int kNTiles>
-  __device__ __forceinline__ void load_mask(PairBits<kNTiles>& result, int row0, int column0) const {
-    if (kTransposed || !options.mask_by_twos) {
-      for_each_element<uint8_t, kNTiles>(params.mask, row0, column0,
-                                         [&](int nt, int i, uint32_t x) { result.set(nt, i, x); });
-      return;
-    }
-    const int columns = column_limit() - column0 - accumulator_column(0, 0);
+  __device__ __forceinline__ uint32_t mask_bits(int row0, int column0) const {
+    constexpr uint32_t kOfLane = 0x03030303;  // of 32 columns, if the lane's first is column 0
+    const VisibilityWorkspace::Bits& bits = kTransposed ? params.visible.of_keys : params.visible.of_queries;
+    uint32_t result = 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const uint16_t* row = reinterpret_cast<const uint16_t*>(lane_row(params.mask, 1, row0, column0, h));
+      const int row = min(row0 + accumulator_row(0, h), row_limit() - 1);
+      const uint32_t* words = bits.words + batch * bits.batch_stride + head * bits.head_stride +
+                              row * bits.row_stride + column0 / 32 * bits.word_step;
+      const int shift = column0 % 32 + accumulator_column(0, 0);
 #pragma unroll
-      for (int nt = 0; nt < kNTiles; ++nt) {
-        if (8 * nt >= columns) continue;
-        const uint32_t two = __ldg(row + 4 * nt);
-        result.set(nt, 2 * h, (two | two >> 7) & 3);
+      for (int i = 0; i < (kNTiles + 3) / 4; ++i) {
+        result |= (__ldg(words + i * bits.word_step) >> shift & kOfLane) << (4 * h + 2 * i);
       }
     }
+    return result;
   }
 
   template <int kNTiles>
@@ -292,17 +342,17 @@ struct Pairs {
     for (int h = 0; h < 2; ++h) {
       row_id[h] = __ldg(row_ids + min(row0 + accumulator_row(0, h), row_limit() - 1));
     }
-    uint32_t equal = 0;
+    PairBits<kNTiles> equal{0};
 #pragma unroll
     for (int nt = 0; nt < kNTiles; ++nt) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int32_t id = 8 * nt + c < columns ? __ldg(column_ids + 8 * nt + c) : 0;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) equal |= uint32_t{id == row_id[h]} << (4 * nt + 2 * h + c);
+        for (int h = 0; h < 2; ++h) equal.set(nt, 2 * h + c, id == row_id[h]);
       }
     }
-    result.bits &= equal;
+    result.bits &= equal.bits;
   }
 };
 
@@ -315,9 +365,7 @@ __device__ __forceinline__ void transform_scores(float (&scores)[kMTiles][kNTile
                                                  int row0, int column0) {
 #pragma unroll
   for (int mt = 0; mt < kMTiles; ++mt) {
-    BiasTile<kNTiles> bias;
-    pairs.load_bias(bias, row0 + 16 * mt, column0);
-    pairs.transform(scores[mt], bias, logit, row0 + 16 * mt, column0);
+    pairs.transform(scores[mt], /*is_added=*/false, logit, row0 + 16 * mt, column0);
   }
 }
 

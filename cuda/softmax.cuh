@@ -21,9 +21,10 @@ inline constexpr float kLn2 = 0.6931471805599453f;
 
 // How a score becomes a logit: logit * log2(e) = scale_log2 * transform(score), scale_log2 >= 0.
 struct LogitScale {
-  // kMultiply: x = score * multiplier + bias * bias_multiplier; kSoftCap: tanh(x).
+  // kMultiply: x = score * multiplier + bias; kSoftCap: tanh(x / cap).
   enum Transform { kNone, kMultiply, kSoftCap } transform;
-  float multiplier, bias_multiplier;
+  float multiplier;
+  float two_log2e_per_cap;
   float scale_log2;
   float scale;  // d logit / d score, but for the soft cap's 1 - tanh^2
 
@@ -32,11 +33,11 @@ struct LogitScale {
     const bool has_bias = params.bias || params.alibi_slopes;
     const double log2e = 1.4426950408889634074;
     scale = static_cast<float>(options.scale);
-    bias_multiplier = 1;
+    two_log2e_per_cap = 0;
     if (options.logits_soft_cap > 0) {
       transform = kSoftCap;
-      multiplier = static_cast<float>(options.scale / options.logits_soft_cap);
-      bias_multiplier = static_cast<float>(1 / options.logits_soft_cap);
+      multiplier = scale;
+      two_log2e_per_cap = static_cast<float>(2 * log2e / options.logits_soft_cap);
       scale_log2 = static_cast<float>(options.logits_soft_cap * log2e);
     } else if (options.scale * log2e >= FLT_MIN && !has_bias) {
       transform = kNone;
@@ -52,10 +53,10 @@ struct LogitScale {
   }
 };
 
-// tanh(x) = 1 - 2 / (exp(2x) + 1): absolute error 2e-7, exact at infinity. tanh.approx is off by 5e-4, which
-// a cap of 50 would turn into 2.5 % of a probability.
-__device__ __forceinline__ float tanh_from_exp2(float x) {
-  return 1 - 2 * ptx::reciprocal_approx(ptx::exp2_approx(x * (2 * kLog2e)) + 1);
+// tanh(x / cap) = 1 - 2 / (exp(2 x / cap) + 1): absolute error 2e-7, exact at infinity. tanh.approx is off by
+// 5e-4, which a cap of 50 would turn into 2.5 % of a probability.
+__device__ __forceinline__ float soft_cap(float x, const LogitScale& logit) {
+  return 1 - 2 * ptx::reciprocal_approx(ptx::exp2_approx(x * logit.two_log2e_per_cap) + 1);
 }
 
 // Of t = tanh(x): its derivative; 0 for NaN, which a hidden pair's bias may be, and whose p is 0.
@@ -68,7 +69,7 @@ __device__ __forceinline__ void transform_scores(float (&scores)[kMTiles][kNTile
   for_each_accumulator(scores, [&](int mt, int h, int nt, int c) {
     float& x = scores[mt][nt][2 * h + c];
     x *= logit.multiplier;
-    if (logit.transform == LogitScale::kSoftCap) x = tanh_from_exp2(x);
+    if (logit.transform == LogitScale::kSoftCap) x = soft_cap(x, logit);
   });
 }
 

@@ -125,10 +125,10 @@ constexpr ForwardTile forward_tile(int head_dim, bool is_long) {
 }
 
 // With anything but a scale between scores and softmax: blocks of 64 keys, as lists of visible blocks have
-// them, and registers for a block's bias, which is read while products run.
+// them, and up to head dim 192 room for the bias, 2 KB a warp.
 constexpr ForwardTile general_forward_tile(int head_dim) {
-  if (head_dim <= 64) return {3, 64, 4, 2, 64, true};   // 136 KB
-  if (head_dim <= 128) return {2, 64, 4, 2, 0, false};  // 192 KB
+  if (head_dim <= 64) return {3, 64, 4, 2, 64, true};   // 160 KB
+  if (head_dim <= 128) return {3, 64, 3, 2, 0, false};  // 216 KB
   return forward_tile(head_dim, false);
 }
 

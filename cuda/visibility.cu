@@ -12,8 +12,8 @@ namespace {
 enum Visibility : uint8_t { kHidden, kPartly, kWhole };
 
 // Visibility of each block of 64 queries and 64 keys, by mask and segments alone; a warp a block.
-__global__ void __launch_bounds__(256)
-    visibility_kernel(const __grid_constant__ AttentionParams params, VisibilityWorkspace visible) {
+__global__ void __launch_bounds__(256) visibility_kernel(const __grid_constant__ AttentionParams params) {
+  const VisibilityWorkspace& visible = params.visible;
   constexpr int kBlock = kVisibilityBlock;
   const int lane = threadIdx.x % 32;
   const int seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
@@ -40,31 +40,62 @@ __global__ void __launch_bounds__(256)
     any = highest[0] >= lowest[1] && highest[1] >= lowest[0];
     all = lowest[0] == highest[0] && lowest[1] == highest[1] && lowest[0] == lowest[1];
   }
-  if (params.mask.data && any) {
+  if (params.mask.data) {
+    // Lane l looks at keys l and l + 32, row by row: a ballot is 32 keys' bits of a query, and what a lane
+    // has seen is 64 queries' bits of its two keys.
     const PairArray& mask = params.mask;
     const bool* from = static_cast<const bool*>(mask.data) + batch * mask.batch_stride +
                        head * mask.head_stride + m_start * mask.row_stride + n_start * mask.key_stride;
-    bool any_seen = false, all_seen = true;
-#pragma unroll 8
-    for (int row = 0; row < rows; ++row) {
+    uint32_t of_row[2][2] = {}, of_key[2][2] = {};  // rows lane and lane + 32, keys the same
+    const int rows_to_read = any ? rows : 0;
 #pragma unroll
-      for (int key = lane; key < kBlock; key += 32) {
-        if (key >= keys) continue;
-        const bool seen = from[row * mask.row_stride + key * mask.key_stride];
-        any_seen |= seen;
-        all_seen &= seen;
+    for (int row = 0; row < kBlock; ++row) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int key = lane + 32 * i;
+        const bool seen =
+            row < rows_to_read && key < keys && from[row * mask.row_stride + key * mask.key_stride];
+        const uint32_t seen_keys = __ballot_sync(0xffffffff, seen);
+        if (lane == row % 32) of_row[row / 32][i] = seen_keys;
+        of_key[i][row / 32] |= uint32_t{seen} << row % 32;
       }
+    }
+    const uint32_t row_keys[2] = {keys < 32 ? (1u << keys) - 1 : ~0u,
+                                  keys < 64 ? (1u << max(keys - 32, 0)) - 1 : ~0u};
+    bool any_seen = false, all_seen = true;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (lane + 32 * i >= rows) continue;
+      any_seen |= (of_row[i][0] | of_row[i][1]) != 0;
+      all_seen &= of_row[i][0] == row_keys[0] && of_row[i][1] == row_keys[1];
     }
     any = __any_sync(0xffffffff, any_seen);
     all &= __all_sync(0xffffffff, all_seen);
+
+    // An axis of size 1 has one row, or one block whose bits are all alike.
+    auto write = [&](const VisibilityWorkspace::Bits& bits, uint32_t (&words)[2][2], int start, int count,
+                     int block) {
+      if (!bits.words) return;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = lane + 32 * i;
+        if (row >= count || (bits.row_stride == 0 && row > 0)) continue;
+        uint32_t* to = bits.words + batch * bits.batch_stride + head * bits.head_stride +
+                       (start + row) * bits.row_stride + 2 * block * bits.word_step;
+        for (int j = 0; j < 2; ++j) to[j] = bits.word_step ? words[i][j] : words[i][0] != 0 ? ~0u : 0;
+      }
+    };
+    write(visible.of_queries, of_row, m_start, rows, n_start / kBlock);
+    write(visible.of_keys, of_key, n_start, keys, m_start / kBlock);
   }
   if (lane == 0) visible.visibility[index] = !any ? kHidden : all ? kWhole : kPartly;
 }
 
 // The visible blocks of each tile in ascending order: their number, then for each 2 * block + (does every
 // query see every key?). A warp a list.
-__global__ void __launch_bounds__(128) list_kernel(const __grid_constant__ AttentionParams params,
-                                                   VisibilityWorkspace visible, ListShape shape) {
+__global__ void __launch_bounds__(128)
+    list_kernel(const __grid_constant__ AttentionParams params, ListShape shape) {
+  const VisibilityWorkspace& visible = params.visible;
   constexpr int kBlock = kVisibilityBlock;
   const int lane = threadIdx.x % 32;
   const int seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
@@ -108,19 +139,19 @@ __global__ void __launch_bounds__(128) list_kernel(const __grid_constant__ Atten
 
 }  // namespace
 
-cudaError_t launch_visibility(const AttentionParams& params, const VisibilityWorkspace& visible,
-                              const LaunchContext& context) {
+cudaError_t launch_visibility(const AttentionParams& params, const LaunchContext& context) {
   if (!has_visibility(params)) return cudaSuccess;
-  const int64_t blocks = params.batch * visible.num_heads * ceil_div(params.seqlen_q, kVisibilityBlock) *
+  const int64_t blocks = params.batch * params.visible.num_heads *
+                         ceil_div(params.seqlen_q, kVisibilityBlock) *
                          ceil_div(params.seqlen_kv, kVisibilityBlock);
-  return launch(visibility_kernel, ceil_div(blocks, 8), 256, 0, context, params, visible);
+  return launch(visibility_kernel, ceil_div(blocks, 8), 256, 0, context, params);
 }
 
-cudaError_t launch_lists(const AttentionParams& params, const VisibilityWorkspace& visible,
-                         const ListShape& shape, const LaunchContext& context) {
+cudaError_t launch_lists(const AttentionParams& params, const ListShape& shape,
+                         const LaunchContext& context) {
   if (!has_visibility(params)) return cudaSuccess;
-  const int64_t lists = params.batch * visible.num_heads * shape.lists(params);
-  return launch(list_kernel, ceil_div(lists, 4), 128, 0, context, params, visible, shape);
+  const int64_t lists = params.batch * params.visible.num_heads * shape.lists(params);
+  return launch(list_kernel, ceil_div(lists, 4), 128, 0, context, params, shape);
 }
 
 }  // namespace jax_flash::cuda

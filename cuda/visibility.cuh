@@ -27,14 +27,12 @@ struct ListShape {
 
 inline bool has_visibility(const AttentionParams& params) { return params.mask || params.query_segment_ids; }
 
-// Fills in visible.visibility. Does nothing where there is no mask and there are no segments, like the next
-// one.
-cudaError_t launch_visibility(const AttentionParams& params, const VisibilityWorkspace& visible,
-                              const LaunchContext& context);
+// Fills in params.visible but for the lists. Does nothing where there is no mask and there are no segments,
+// like the next one.
+cudaError_t launch_visibility(const AttentionParams& params, const LaunchContext& context);
 
-// After launch_visibility, fills in visible.lists, for a kernel that follows on the stream.
-cudaError_t launch_lists(const AttentionParams& params, const VisibilityWorkspace& visible,
-                         const ListShape& shape, const LaunchContext& context);
+// After launch_visibility, fills in the lists, for a kernel that follows on the stream.
+cudaError_t launch_lists(const AttentionParams& params, const ListShape& shape, const LaunchContext& context);
 
 // The blocks that a tile of kTile rows goes through, of kBlock rows of the other side, in ascending order.
 // kMayBeListed: false where there is no mask and there are no segments.
@@ -50,9 +48,10 @@ struct BlockList {
   int first, count;
 
   // Of the tile that begins at `start`. Without lists: blocks [begin, end).
-  __device__ __forceinline__ BlockList(const AttentionParams& params, const VisibilityWorkspace& visible,
-                                       int batch, int head, int start, int begin, int end)
+  __device__ __forceinline__ BlockList(const AttentionParams& params, int batch, int head, int start,
+                                       int begin, int end)
       : entries(nullptr), first(begin), count(max(end - begin, 0)) {
+    const VisibilityWorkspace& visible = params.visible;
     if (!kMayBeListed || !visible.lists) return;
     const int64_t batch_and_head = batch * visible.num_heads + (visible.num_heads > 1 ? head : 0);
     const int32_t* list =

@@ -370,6 +370,12 @@ def _workspace(call: _Pass, avals, *, operands: tuple[str, ...], options: Attent
         m_blocks, n_blocks = -(-seqlen_q // 64), -(-seqlen_kv // 64)
         yield (batch, heads, m_blocks, n_blocks), jnp.uint8
         yield (batch, heads, max(m_blocks * (n_blocks + 1), n_blocks * (m_blocks + 1))), jnp.int32
+    if "mask" in named:
+        # The mask as bits, in words of 32 and pairs of words: of each query's keys, and of each key's queries.
+        *outer, rows, keys = _fold(named["mask"], "mask").shape
+        yield (*outer, rows, 2 * -(-keys // 64)), jnp.uint32
+        if call is _BACKWARD:
+            yield (*outer, keys, 2 * -(-rows // 64)), jnp.uint32
 
 
 def _lower_ffi(call: _Pass, ctx, args, workspace, *, operands: tuple[str, ...], options: AttentionOptions):

@@ -96,7 +96,7 @@ class QueryWalk {
 
  private:
   __device__ __forceinline__ Queries of_head(int head) const {
-    return {params_, params_.visible, batch_, head, n_start_, first_, first_ + m_blocks_};
+    return {params_, batch_, head, n_start_, first_, first_ + m_blocks_};
   }
 
   __device__ __forceinline__ void seek() {
@@ -375,7 +375,7 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchContext& c
   const int64_t dq_size = params.batch * params.seqlen_q * params.num_heads * params.head_dim;
   cudaError_t error = launch_delta<Element>(params, dq_accum, dq_accum ? dq_size : 0, context);
   if (error == cudaSuccess) {
-    error = launch_lists(params, params.visible, QueryWalk<kGeneral, Config>::Queries::shape(), context);
+    error = launch_lists(params, QueryWalk<kGeneral, Config>::Queries::shape(), context);
   }
   if (error != cudaSuccess) return error;
   const BackwardArguments arguments{params,

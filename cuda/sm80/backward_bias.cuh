@@ -184,11 +184,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     }
 
     // ---- sums += ds, for slopes -distance * ds ----
-    const int offset = pairs.position_offset();
     for_each_accumulator(sums, [&](int mt, int h, int nt, int c) {
       float weight = 1;
       if (params.alibi_slopes) {
-        weight = -pairs.distance(row0 + accumulator_row(mt, h), column0 + accumulator_column(nt, c), offset);
+        weight = -fabsf(pairs.lane_distance(row0 + 16 * mt, column0) + pairs.distance_step(nt, 2 * h + c));
       }
       sums[mt][nt][2 * h + c] += weight * ds[mt][nt][2 * h + c];
     });

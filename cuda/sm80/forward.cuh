@@ -72,8 +72,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int m_last = min(m_start + kBlockM, mask.q_length) - 1;
   const int n_begin = m_last < m_start ? 0 : mask.first_key(m_start) / kBlockN;
   const int n_end = m_last < m_start ? 0 : (mask.last_key(m_last) + kBlockN) / kBlockN;
-  const typename Config::template Keys<kGeneral> keys(params, params.visible, batch, head, m_start, n_begin,
-                                                      n_end);
+  const typename Config::template Keys<kGeneral> keys(params, batch, head, m_start, n_begin, n_end);
   const Pairs<false> pairs{params, arguments.pairs, batch, head};
 
   extern __shared__ __align__(128) uint8_t shared[];
@@ -206,8 +205,7 @@ cudaError_t launch_forward(const ForwardParams& params, const LaunchContext& con
                                    head_rows<Element>(params.q, params.num_heads, params.head_dim),
                                    head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
                                    head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v)};
-  const cudaError_t error =
-      launch_lists(params, params.visible, Config::template Keys<kGeneral>::shape(), context);
+  const cudaError_t error = launch_lists(params, Config::template Keys<kGeneral>::shape(), context);
   if (error != cudaSuccess) return error;
   const int64_t blocks = ceil_div(params.seqlen_q, Config::kBlockM) * params.num_heads * params.batch;
   return launch(forward_kernel<Arithmetic, kHeadDim, kGeneral>, blocks, Config::kThreads,

@@ -137,7 +137,11 @@ struct BackwardConfig {
   static constexpr int kDout = kQ + kStages * kQBytes;
   static constexpr int kDs = kDout + kStages * kQBytes, kP = kDs + kDsStages * kDsBytes;
   static constexpr int kDq = kP + kPStages * kDsBytes;
-  static constexpr int kLse = kDq + 4 * kConsumers * kDqWarpBytes, kDelta = kLse + kStages * kBlockM * 4;
+  using WarpBias = BiasBuffer</*kTransposed=*/true, kQueries>;
+  static constexpr bool kBiasBuffer = kGeneral && kByKeys;
+  static constexpr int kBias = kDq + 4 * kConsumers * kDqWarpBytes;
+  static constexpr int kLse = kBias + (kBiasBuffer ? 4 * kConsumers * WarpBias::kBytes : 0),
+                       kDelta = kLse + kStages * kBlockM * 4;
   static constexpr int kBarriers = kDelta + kStages * kBlockM * 4,
                        kNumBarriers = 4 * kStages + 3 * kKvStages + 2;
   static constexpr int kSharedBytes = kBarriers + 8 * kNumBarriers;
@@ -169,6 +173,9 @@ struct BackwardShared {
   __device__ uint32_t sDv(int kv_stage, int consumer, int warp) const {
     return Config::kWithDq ? sDq(4 * consumer + warp)
                            : sV(kv_stage, out_row(consumer, warp)) + out_chunk(consumer);
+  }
+  __device__ typename Config::WarpBias bias(int warp) const {
+    return {base + Config::kBias + warp * Config::WarpBias::kBytes};
   }
   __device__ uint32_t sLse(int stage) const { return base + Config::kLse + stage * Config::kBlockM * 4; }
   __device__ uint32_t sDelta(int stage) const { return base + Config::kDelta + stage * Config::kBlockM * 4; }
@@ -229,7 +236,7 @@ struct BackwardTileWork {
   // The blocks of queries of one head.
   __device__ __forceinline__ typename Config::Queries queries(const BackwardParams& params, int head) const {
     const int first = m_begin / Config::kBlockM;
-    return {params, params.visible, batch, head, n_start, first, first + m_blocks};
+    return {params, batch, head, n_start, first, first + m_blocks};
   }
 };
 
@@ -406,7 +413,11 @@ struct BackwardConsumer {
     for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
       const typename Config::Queries queries = work.queries(arguments.params, head);
 #pragma unroll 1
-      for (int i = 0; i < queries.count; ++i) block(work, head, queries.start(i), queries.is_whole(i));
+      for (int i = 0; i < queries.count; ++i) {
+        const int m_start = queries.start(i);
+        if (has_pieces() && i == 0) start_bias(work, head, m_start);
+        block(work, head, m_start, i + 1 < queries.count ? queries.start(i + 1) : -1, queries.is_whole(i));
+      }
     }
     write_out(work);
     kv_place.advance();
@@ -422,9 +433,26 @@ struct BackwardConsumer {
 
   // ---- One block of queries ----
 
-  // `is_listed_whole`: do mask and segments leave every pair visible?
+  __device__ __forceinline__ bool has_pieces() const {
+    return Config::kBiasBuffer && arguments.pairs.bias_format == BiasFormat::kPieces;
+  }
+
+  __device__ __forceinline__ Pairs<true> pairs_of(const BackwardTileWork<Config>& work, int head) const {
+    return {arguments.params, arguments.pairs, work.batch, head};
+  }
+
+  // Begins to copy the bias of the block of queries that begins at m_start.
+  __device__ __forceinline__ void start_bias(const BackwardTileWork<Config>& work, int head, int m_start) {
+    if constexpr (Config::kBiasBuffer) {
+      pairs_of(work, head)
+          .start_pieces(shared.bias(4 * consumer + warp), work.n_start + warp_row(), m_start + query_row());
+    }
+  }
+
+  // `next_m_start`: of this head, -1 if there is none; `is_listed_whole`: do mask and segments leave every
+  // pair visible?
   __device__ __forceinline__ void block(const BackwardTileWork<Config>& work, int head, int m_start,
-                                        bool is_listed_whole) {
+                                        int next_m_start, bool is_listed_whole) {
     const int stage = uniform(place.stage);
     const uint32_t sQ = shared.sQ(stage), sDout = shared.sDout(stage);
     Scores scores, ds;
@@ -437,7 +465,7 @@ struct BackwardConsumer {
 
     // ---- p = exp(q k^T - lse) ----
     const bool is_whole = work.mask.covers(m_start + query_row(), kQueries, work.n_start + key_row(), 64);
-    const Pairs<true> pairs{arguments.params, arguments.pairs, work.batch, head};
+    const Pairs<true> pairs = pairs_of(work, head);
     const int row0 = work.n_start + warp_row(), column0 = m_start + query_row();
     PairBits<kQueries / 8> visible[1]{{~0u}}, kept[1]{{~0u}};
     if constexpr (Config::kGeneral) {
@@ -447,7 +475,13 @@ struct BackwardConsumer {
     ptx::wgmma_wait<1>();
     ptx::keep_in_place(scores[0]);
     if constexpr (Config::kGeneral) {
-      transform_scores(scores, pairs, arguments.logit, row0, column0);
+      if constexpr (Config::kBiasBuffer) {
+        if (has_pieces()) {
+          pairs.add_pieces(scores[0], shared.bias(4 * consumer + warp), arguments.logit);
+          if (next_m_start >= 0) start_bias(work, head, next_m_start);
+        }
+      }
+      pairs.transform(scores[0], has_pieces(), arguments.logit, row0, column0);
     } else {
 #pragma unroll
       for (int nt = 0; nt < kQueries / 8; ++nt) exponentiate(scores[0][nt], nt, stage);
@@ -749,7 +783,7 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchContext& c
         make_tensor_map<Element>(params.dv, B, S, K, Hv, 16, &arguments.tDv)}) {
     if (error != cudaSuccess) return error;
   }
-  if (const cudaError_t error = launch_lists(params, params.visible, Config::Queries::shape(), context)) {
+  if (const cudaError_t error = launch_lists(params, Config::Queries::shape(), context)) {
     return error;
   }
   return launch(backward_kernel<Config>, arguments.schedule.num_blocks, Config::kThreads,

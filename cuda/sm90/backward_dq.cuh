@@ -101,14 +101,14 @@ struct BackwardDqWork {
   int seqlen_q, seqlen_kv;
 
   __device__ __forceinline__ BackwardDqWork(const BackwardParams& params, unsigned index)
-      : batch(index / num_tiles(params)), mask(params, batch), keys(params, {}, 0, 0, 0, 0, 0) {
+      : batch(index / num_tiles(params)), mask(params, batch), keys(params, 0, 0, 0, 0, 0) {
     seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
     const unsigned in_batch = index - batch * num_tiles(params), m_blocks = num_m_blocks(params);
     head = in_batch / m_blocks;
     m_start = (m_blocks - 1 - (in_batch - head * m_blocks)) * Config::kBlockM;
     kv_head = head / (static_cast<int>(params.num_heads) / static_cast<int>(params.num_kv_heads));
     blocks = mask.template key_blocks<Config::kBlockN>(m_start, min(Config::kBlockM, seqlen_q - m_start));
-    keys = {params, params.visible, batch, head, m_start, blocks.begin, blocks.end};
+    keys = {params, batch, head, m_start, blocks.begin, blocks.end};
   }
 
  private:
@@ -367,7 +367,7 @@ cudaError_t launch_backward_dq(const BackwardParams& params, const LaunchContext
         make_tensor_map<Element>(params.dq, B, T, N, H, 16, &arguments.tDq)}) {
     if (error != cudaSuccess) return error;
   }
-  if (const cudaError_t error = launch_lists(params, params.visible, Config::Keys::shape(), context)) {
+  if (const cudaError_t error = launch_lists(params, Config::Keys::shape(), context)) {
     return error;
   }
   return launch(backward_dq_kernel<Config>, ceil_div(T, Config::kBlockM) * N * B, Config::kThreads,

@@ -78,7 +78,10 @@ struct ForwardConfig {
   // Out leaves in so many columns at a time, from a buffer of its own or from the place of the queries.
   static constexpr bool kOutBuffer = kTile.out_columns > 0;
   static constexpr int kOutColumns = kOutBuffer ? std::min(kTile.out_columns, kHeadDim) : kHeadDim;
-  static constexpr int kTiles = kOut + kQChunkBytes * ceil_div(kTile.out_columns, kChunkColumns);
+  static constexpr int kBias = kOut + kQChunkBytes * ceil_div(kTile.out_columns, kChunkColumns);
+  using WarpBias = BiasBuffer</*kTransposed=*/false, kBlockN>;
+  static constexpr bool kBiasBuffer = kGeneral && kHeadDim <= 192;
+  static constexpr int kTiles = kBias + (kBiasBuffer ? 4 * kConsumers * WarpBias::kBytes : 0);
   static_assert(kHeadDim % kOutColumns == 0);
   static constexpr int kTileStages = 2;
   static constexpr int kBarriers = kTiles + kTileStages * int{sizeof(Tile)};
@@ -106,6 +109,9 @@ struct ForwardShared {
   // out [kBlockM, kOutColumns] has a buffer of its own or takes the place of q.
   __device__ uint32_t sOut(int q_stage, int row) const {
     return Config::kOutBuffer ? base + Config::kOut + row * kChunkRowBytes : sQ(q_stage, row);
+  }
+  __device__ typename Config::WarpBias bias(int warp) const {
+    return {base + Config::kBias + warp * Config::WarpBias::kBytes};
   }
   __device__ Tile& tile(int stage) const { return reinterpret_cast<Tile*>(start + Config::kTiles)[stage]; }
 
@@ -203,8 +209,8 @@ struct ForwardLoader {
       batch = uniform(tile.batch);
       const int kv_length = uniform(tile.mask.kv_length);
       const int n_begin = uniform(tile.blocks.begin), n_last = uniform(tile.blocks.end) - 1;
-      const typename Config::Keys keys(arguments.params, arguments.params.visible, batch, uniform(tile.head),
-                                       uniform(tile.m_start), 0, 0);
+      const typename Config::Keys keys(arguments.params, batch, uniform(tile.head), uniform(tile.m_start), 0,
+                                       0);
       if (ptx::elect_one()) ptx::barrier_arrive(shared.tile_empty(tile_place.stage));
       tile_place.advance();
 
@@ -309,12 +315,15 @@ struct ForwardConsumer {
   typename Config::Keys keys;
 
   // What depends on the single pair, of the block whose scores are being formed. General form only.
-  BiasTile<kBlockN / 8> bias;
-  PairBits<kBlockN / 8> visible[1], kept[1];
+  struct {
+    int key;        // the first one of the block
+    bool is_whole;  // do mask and segments leave all its pairs visible?
+    PairBits<kBlockN / 8> visible[1], kept[1];
+  } block;
 
   __device__ __forceinline__ ForwardConsumer(const ForwardArguments& arguments, ForwardShared<Config> shared,
                                              int consumer)
-      : arguments(arguments), shared(shared), consumer(consumer), keys(arguments.params, {}, 0, 0, 0, 0, 0) {}
+      : arguments(arguments), shared(shared), consumer(consumer), keys(arguments.params, 0, 0, 0, 0, 0) {}
 
   __device__ __forceinline__ void run() {
     if (consumer == kConsumers - 1) pass_turn();  // the first one begins
@@ -364,13 +373,7 @@ struct ForwardConsumer {
     const KeyBlocks rows = tile().rows[consumer];
     blocks = {uniform(rows.begin), uniform(rows.end), uniform(rows.whole_begin), uniform(rows.whole_end)};
     if constexpr (Config::kGeneral) {
-      keys = {arguments.params,
-              arguments.params.visible,
-              uniform(tile().batch),
-              uniform(tile().head),
-              uniform(tile().m_start),
-              0,
-              0};
+      keys = {arguments.params, uniform(tile().batch), uniform(tile().head), uniform(tile().m_start), 0, 0};
     }
     return true;
   }
@@ -419,41 +422,64 @@ struct ForwardConsumer {
 
   // ---- Softmax ----
 
-  // Is every pair of block n and this consumer's rows visible?
-  __device__ __forceinline__ bool is_whole(int n) const {
-    return keys.is_listed() ? keys.is_whole(n) : blocks.is_whole(n);
+  __device__ __forceinline__ Pairs<false> pairs() const {
+    return {arguments.params, arguments.pairs, uniform(tile().batch), uniform(tile().head)};
+  }
+  __device__ __forceinline__ bool has_pieces() const {
+    return Config::kBiasBuffer && arguments.pairs.bias_format == BiasFormat::kPieces;
+  }
+
+  // Begins to copy the bias of block n.
+  __device__ __forceinline__ void start_bias(int n) {
+    if constexpr (Config::kBiasBuffer) {
+      if (has_pieces()) {
+        pairs().start_pieces(shared.bias(4 * consumer + uniform(threadIdx.x / 32 % 4)),
+                             tile().m_start + warp_row(), keys.start(n));
+      }
+    }
   }
 
   // Reads and draws what depends on the single pair of block n, while its scores are formed.
   __device__ __forceinline__ void prepare_pairs(int n) {
     if constexpr (Config::kGeneral) {
-      const Pairs<false> pairs{arguments.params, arguments.pairs, uniform(tile().batch),
-                               uniform(tile().head)};
-      const int row = tile().m_start + warp_row(), key = keys.start(n);
-      pairs.load_bias(bias, row, key);
-      if (!keys.is_whole(n)) load_visible(visible, pairs, row, key);
-      if (pairs.may_drop()) draw_kept(kept, pairs, row, key);
+      const int row = tile().m_start + warp_row();
+      block.key = keys.start(n);
+      block.is_whole = keys.is_whole(n);
+      if (!block.is_whole) load_visible(block.visible, pairs(), row, block.key);
+      if (arguments.params.dropout_seeds) draw_kept(block.kept, pairs(), row, block.key);
     }
   }
 
   // From scores of block n to probabilities; true if out must be multiplied by `factor`.
   template <bool kMasked>
   __device__ __forceinline__ bool soften(float (&scores)[1][Config::kBlockN / 8][4], int n) {
-    const int row = tile().m_start + warp_row(), key = keys.start(n);
+    const int row = tile().m_start + warp_row();
+    bool is_whole = blocks.is_whole(n), is_first = n < blocks.whole_begin, is_last = n >= blocks.whole_end;
+    int key = n * kBlockN;
     if constexpr (Config::kGeneral) {
-      const Pairs<false> pairs{arguments.params, arguments.pairs, uniform(tile().batch),
-                               uniform(tile().head)};
-      pairs.transform(scores[0], bias, arguments.logit, row, key);
-      if (!keys.is_whole(n)) fill_unset(scores, visible, -INFINITY);
+      key = block.key;
+      if constexpr (Config::kBiasBuffer) {
+        if (has_pieces()) {
+          pairs().add_pieces(scores[0], shared.bias(4 * consumer + uniform(threadIdx.x / 32 % 4)),
+                             arguments.logit);
+          if (n > blocks.begin) start_bias(n - 1);
+        }
+      }
+      pairs().transform(scores[0], has_pieces(), arguments.logit, row, key);
+      if (!block.is_whole) fill_unset(scores, block.visible, -INFINITY);
+      if (keys.is_listed()) {
+        is_whole = block.is_whole;
+        is_first = is_last = true;
+      }
     }
-    if (kMasked && !is_whole(n)) {
-      if (keys.is_listed() || n < blocks.whole_begin) fill_before(scores, tile().mask, row, key, -INFINITY);
-      if (keys.is_listed() || n >= blocks.whole_end) fill_behind(scores, tile().mask, row, key, -INFINITY);
+    if (kMasked && !is_whole) {
+      if (is_first) fill_before(scores, tile().mask, row, key, -INFINITY);
+      if (is_last) fill_behind(scores, tile().mask, row, key, -INFINITY);
     }
     const bool moved = softmax.raise_maximum(scores, arguments.logit.scale_log2, factor);
     softmax.exponentiate(scores, arguments.logit.scale_log2);
     if constexpr (Config::kGeneral) {
-      if (arguments.params.dropout_seeds) fill_unset(scores, kept, 0);
+      if (arguments.params.dropout_seeds) fill_unset(scores, block.kept, 0);
     }
     return moved;
   }
@@ -472,6 +498,7 @@ struct ForwardConsumer {
 
   __device__ __forceinline__ void first_scores() {
     float scores[1][Config::kBlockN / 8][4];
+    start_bias(blocks.end - 1);
     ptx::barrier_wait(shared.q_full(q_place.stage, consumer), q_place.parity);
     ptx::barrier_wait(shared.k_full(kv_place.stage), kv_place.parity);
     sQ = uniform(shared.sQ(q_place.stage, 64 * consumer));
@@ -541,6 +568,7 @@ struct ForwardConsumer {
     if (is_joint) {
       const RingPlace<Config::kStages> v_place = kv_place;
       kv_place.advance();
+      start_bias(blocks.end - 1);
       skip(to_skip + next_to_skip);
       joint_products(scores, v_place);
     } else {
@@ -703,7 +731,7 @@ cudaError_t launch_forward(const ForwardParams& params, const LaunchContext& con
     const cudaError_t error = cudaMemsetAsync(arguments.schedule.counter, 0, sizeof(int), context.stream);
     if (error != cudaSuccess) return error;
   }
-  if (const cudaError_t error = launch_lists(params, params.visible, Config::Keys::shape(), context)) {
+  if (const cudaError_t error = launch_lists(params, Config::Keys::shape(), context)) {
     return error;
   }
   const int blocks = std::min(arguments.schedule.num_tiles, context.multiprocessors);

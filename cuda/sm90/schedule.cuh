@@ -84,7 +84,7 @@ __device__ __forceinline__ void write_tile(const Schedule& schedule, const Forwa
   // Rows beyond the end of out count as if they were not there: they are neither masked nor written.
   const int rows_left = static_cast<int>(params.seqlen_q) - m_start;
   KeyBlocks blocks = mask.key_blocks<kBlockN>(m_start, min(64 * kConsumers, rows_left));
-  const Keys keys(params, params.visible, batch, tile.head, m_start, 0, 0);
+  const Keys keys(params, batch, tile.head, m_start, 0, 0);
   if (keys.is_listed()) blocks = {0, keys.count, 0, 0};
   tile.blocks = blocks;
 #pragma unroll 1
