@@ -12,6 +12,7 @@
 #include "sm80/backward_dq.cuh"
 #include "sm80/forward.cuh"
 #include "sm90/backward.cuh"
+#include "sm90/backward_bias.cuh"
 #include "sm90/backward_dq.cuh"
 #include "sm90/forward.cuh"
 #include "visibility.cuh"

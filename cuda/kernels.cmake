@@ -34,6 +34,16 @@ foreach(head_dim IN LISTS sm80_head_dims)
   endforeach()
 endforeach()
 
+# Of a bias that has both queries and keys.
+if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
+  foreach(head_dim IN ITEMS 64 128)
+    if(head_dim IN_LIST JAX_FLASH_HEAD_DIMS)
+      jax_flash_kernel(backward_bias sm90 bfloat16 ${head_dim})
+      jax_flash_kernel(backward_bias sm90 float16 ${head_dim})
+    endif()
+  endforeach()
+endif()
+
 # Takes head dims piece by piece: one kernel for all.
 foreach(arithmetic IN ITEMS bfloat16 float16 tf32 tf32x3)
   jax_flash_kernel(backward_bias sm80 ${arithmetic} 256)

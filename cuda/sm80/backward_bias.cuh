@@ -7,6 +7,7 @@
 #pragma once
 
 #include "arithmetic.h"
+#include "bias_sums.cuh"
 #include "delta.cuh"
 #include "launch.h"
 #include "mask.cuh"
@@ -58,41 +59,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   constexpr int kMTiles = Config::kRows / 16, kNTiles = Config::kColumns / 8;
   const BackwardParams& params = arguments.params;
 
-  // ---- Which tile of the sums, and what shares it ----
+  // ---- Which tile of the sums, and which batch elements and heads add to it ----
   const int seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
   const int num_heads = static_cast<int>(params.num_heads);
   const int group = num_heads / static_cast<int>(params.num_kv_heads);
-  const int m_blocks = (seqlen_q + kBlockM - 1) / kBlockM, n_blocks = (seqlen_kv + kBlockN - 1) / kBlockN;
-  const int n_start = blockIdx.x % n_blocks * kBlockN;
-  const int m_start = blockIdx.x / n_blocks % m_blocks * kBlockM;
-  const int sums_index = blockIdx.x / n_blocks / m_blocks;
-  const int batches = static_cast<int>(params.dbias_batches), heads = static_cast<int>(params.dbias_heads);
-  const int first_batch = sums_index / (num_heads / heads) * batches;
-  const int first_head = sums_index % (num_heads / heads) * heads;
-  const int num_items = batches * heads;
-  const int m_end = min(m_start + kBlockM, seqlen_q), n_end = min(n_start + kBlockN, seqlen_kv);
-
-  // Item i is batch element first_batch + i / heads, head first_head + i % heads.
-  auto is_hidden = [&](int item) {
-    const int batch = first_batch + item / heads, head = first_head + item % heads;
-    if (Mask(params, batch).hides(m_start, m_end - m_start, n_start, n_end - n_start)) return true;
-    if (!params.visible.visibility) return false;
-    constexpr int kBlock = kVisibilityBlock;
-    const int rows = (seqlen_q + kBlock - 1) / kBlock, columns = (seqlen_kv + kBlock - 1) / kBlock;
-    const int64_t mask_head = params.visible.num_heads > 1 ? head : 0;
-    const uint8_t* blocks =
-        params.visible.visibility + (batch * params.visible.num_heads + mask_head) * rows * columns;
-    bool any = false;
-    for (int m = m_start / kBlock; m * kBlock < m_end; ++m) {
-      for (int n = n_start / kBlock; n * kBlock < n_end; ++n)
-        any |= __ldg(blocks + int64_t{m} * columns + n) != 0;
-    }
-    return !any;
-  };
-  auto visible_from = [&](int item) {
-    while (item < num_items && is_hidden(item)) ++item;
-    return item;
-  };
+  const BiasSumsTile<kBlockM, kBlockN> tile(params, blockIdx.x);
+  const int m_start = tile.m_start, n_start = tile.n_start;
 
   // ---- The pieces of an item: those of q and k, then those of dout and v ----
   extern __shared__ __align__(128) uint8_t shared[];
@@ -102,7 +74,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int score_pieces = (arguments.q.head_dim + kPiece - 1) / kPiece;
   const int num_pieces = score_pieces + (arguments.v.head_dim + kPiece - 1) / kPiece;
   auto load_piece = [&](int item, int piece, int stage) {
-    const int batch = first_batch + item / heads, head = first_head + item % heads;
+    const int batch = tile.batch(item), head = tile.head(item);
     const Mask mask(params, batch);
     const bool is_scores = piece < score_pieces;
     const int column = (is_scores ? piece : piece - score_pieces) * kPiece;
@@ -126,14 +98,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   float sums[kMTiles][kNTiles][4];
   clear(sums);
   int stage = 0;
-  int item = visible_from(0);
-  if (item < num_items) load_piece(item, 0, stage);
+  int item = tile.visible_from(0);
+  if (item < tile.num_items) load_piece(item, 0, stage);
   ptx::copy_async_commit();
 
 #pragma unroll 1
-  while (item < num_items) {
-    const int next_item = visible_from(item + 1);
-    const int batch = first_batch + item / heads, head = first_head + item % heads;
+  while (item < tile.num_items) {
+    const int next_item = tile.visible_from(item + 1);
+    const int batch = tile.batch(item), head = tile.head(item);
     float p[kMTiles][kNTiles][4], ds[kMTiles][kNTiles][4];
     clear(p);
     clear(ds);
@@ -142,7 +114,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       __syncthreads();  // it has come, to all threads, and all are done with the one before it
       if (piece + 1 < num_pieces) {
         load_piece(item, piece + 1, stage ^ 1);
-      } else if (next_item < num_items) {
+      } else if (next_item < tile.num_items) {
         load_piece(next_item, 0, stage ^ 1);
       }
       ptx::copy_async_commit();
@@ -197,7 +169,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   // ---- Write the sums: one for each pair ----
   const int sum_rows = static_cast<int>(params.dbias_rows), sum_keys = static_cast<int>(params.dbias_keys);
   if (sum_rows == 1 && sum_keys == 1) {
-    float* gSums = static_cast<float*>(params.dbias) + int64_t{sums_index} * seqlen_q * seqlen_kv;
+    float* gSums = static_cast<float*>(params.dbias) + tile.index * seqlen_q * seqlen_kv;
     for_each_accumulator(sums, [&](int mt, int h, int nt, int c) {
       const int query = row0 + accumulator_row(mt, h), key = column0 + accumulator_column(nt, c);
       if (query < seqlen_q && key < seqlen_kv)
@@ -216,9 +188,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   });
   __syncthreads();
   const int rows_out = (seqlen_q + sum_rows - 1) / sum_rows, keys_out = (seqlen_kv + sum_keys - 1) / sum_keys;
-  float* gSums = static_cast<float*>(params.dbias) + int64_t{sums_index} * rows_out * keys_out;
-  const int own_rows = (m_end - m_start + sum_rows - 1) / sum_rows,
-            own_keys = (n_end - n_start + sum_keys - 1) / sum_keys;
+  float* gSums = static_cast<float*>(params.dbias) + tile.index * rows_out * keys_out;
+  const int own_rows = (tile.m_end - m_start + sum_rows - 1) / sum_rows,
+            own_keys = (tile.n_end - n_start + sum_keys - 1) / sum_keys;
   for (int i = warp; i < own_rows * own_keys; i += kThreads / 32) {
     const int own_row = i / own_keys, own_key = i - own_row * own_keys;
     float sum = 0;
@@ -249,11 +221,9 @@ cudaError_t backward_bias(const BackwardParams& params, const LaunchContext& con
                                         head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
                                         head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
                                         head_rows<Element>(params.dout, params.num_heads, params.head_dim_v)};
-  const int64_t blocks = ceil_div(params.seqlen_q, Config::kBlockM) *
-                         ceil_div(params.seqlen_kv, Config::kBlockN) * (params.batch / params.dbias_batches) *
-                         (params.num_heads / params.dbias_heads);
-  return launch(backward_bias_kernel<Arithmetic>, blocks, Config::kThreads, Config::kSharedBytes, context,
-                arguments);
+  return launch(backward_bias_kernel<Arithmetic>,
+                BiasSumsTile<Config::kBlockM, Config::kBlockN>::count(params), Config::kThreads,
+                Config::kSharedBytes, context, arguments);
 }
 
 }  // namespace jax_flash::cuda::sm80

@@ -1,0 +1,363 @@
+// The gradient of a bias that has queries and keys, on Hopper: ds, summed over the batch elements and heads
+// that share it, without additions to global memory.
+//
+// A block stays for the whole launch and takes tiles of 128 queries by 128 keys of the sums, whose items
+// (batch elements and heads) come one after the other through rings of buffers. Two warpgroups keep the sums
+// of 64 queries each in registers, and form scores and dp of 64 keys at a time. Other shapes of bias are left
+// to the portable kernel.
+#pragma once
+
+#include <cuda.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "accumulator.cuh"
+#include "arithmetic.h"
+#include "bias_sums.cuh"
+#include "delta.cuh"
+#include "launch.h"
+#include "mask.cuh"
+#include "pairs.cuh"
+#include "params.h"
+#include "ptx/barrier.h"
+#include "ptx/memory.h"
+#include "ptx/tensor_copy.h"
+#include "ptx/wgmma.h"
+#include "sm90/product.cuh"
+#include "sm90/ring.cuh"
+#include "sm90/tensor_map.h"
+#include "sm90/tile_loader.cuh"
+#include "softmax.cuh"
+
+namespace jax_flash::cuda {
+using backward_bias_params = BackwardParams;
+}
+
+namespace jax_flash::cuda::sm90 {
+
+struct BackwardBiasArguments {
+  CUtensorMap tQ, tDout;  // boxes of kBlockM rows
+  CUtensorMap tK, tV;     // boxes of kPartN rows
+  BackwardParams params;
+  LogitScale logit;
+  PairOptions pairs;
+  int num_tiles;
+};
+
+template <class Arithmetic_, int kHeadDim_>
+struct BackwardBiasConfig {
+  using Arithmetic = Arithmetic_;
+  using Element = typename Arithmetic::Element;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
+  static constexpr int kBlockM = 64 * kConsumers, kBlockN = 128, kPartN = 64, kParts = kBlockN / kPartN;
+  static constexpr int kStages = 2;  // buffers of queries and dout, and of keys and values
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  using Tile = BiasSumsTile<kBlockM, kBlockN>;
+  using WarpBias = BiasBuffer</*kTransposed=*/false, kPartN>;
+
+  // Shared memory: tiles of kChunks times [rows, 64] elements, swizzled.
+  static constexpr int kChunks = kHeadDim / kChunkColumns;
+  static constexpr int kQChunkBytes = kBlockM * kChunkRowBytes, kKvChunkBytes = kPartN * kChunkRowBytes;
+  static constexpr int kQBytes = kChunks * kQChunkBytes, kKvBytes = kChunks * kKvChunkBytes;
+  static constexpr int kDout = kStages * kQBytes, kK = 2 * kDout, kV = kK + kStages * kKvBytes;
+  static constexpr int kBias = kV + kStages * kKvBytes;
+  static constexpr int kBarriers = kBias + 4 * kConsumers * WarpBias::kBytes, kNumBarriers = 5 * kStages + 2;
+  static constexpr int kSharedBytes = kBarriers + 8 * kNumBarriers;
+  static_assert(kSharedBytes <= 227 * 1024);
+};
+
+// Addresses in shared memory.
+template <class Config>
+struct BackwardBiasShared {
+  uint32_t base;
+
+  __device__ uint32_t sQ(int stage, int row) const {
+    return base + stage * Config::kQBytes + row * kChunkRowBytes;
+  }
+  __device__ uint32_t sDout(int stage, int row) const { return sQ(stage, row) + Config::kDout; }
+  __device__ uint32_t sK(int stage) const { return base + Config::kK + stage * Config::kKvBytes; }
+  __device__ uint32_t sV(int stage) const { return base + Config::kV + stage * Config::kKvBytes; }
+  __device__ typename Config::WarpBias bias(int warp) const {
+    return {base + Config::kBias + warp * Config::WarpBias::kBytes};
+  }
+
+  // Queries and dout come together; keys and values go together.
+  __device__ uint32_t q_full(int stage) const { return barrier(stage); }
+  __device__ uint32_t q_empty(int stage) const { return barrier(Config::kStages + stage); }
+  __device__ uint32_t k_full(int stage) const { return barrier(2 * Config::kStages + stage); }
+  __device__ uint32_t v_full(int stage) const { return barrier(3 * Config::kStages + stage); }
+  __device__ uint32_t kv_empty(int stage) const { return barrier(4 * Config::kStages + stage); }
+  __device__ uint32_t tail(int warp) const { return barrier(5 * Config::kStages + warp); }
+
+ private:
+  __device__ uint32_t barrier(int index) const { return base + Config::kBarriers + 8 * index; }
+};
+
+// ---- The producer: a warp for queries and dout, one for keys and values ----
+
+template <class Config>
+struct BackwardBiasLoader {
+  const BackwardBiasArguments& arguments;
+  BackwardBiasShared<Config> shared;
+  RingPlace<Config::kStages> place;
+  uint32_t tail_parity = 0;
+
+  template <bool kIsQueries>
+  __device__ __forceinline__ void load(const typename Config::Tile& tile) {
+    const BackwardParams& params = arguments.params;
+    const int group = static_cast<int>(params.num_heads) / static_cast<int>(params.num_kv_heads);
+    const uint32_t tail = shared.tail(kIsQueries ? 0 : 1);
+    for (int item = tile.visible_from(0); item < tile.num_items; item = tile.visible_from(item + 1)) {
+      const int batch = tile.batch(item), head = tile.head(item);
+      const Mask mask(params, batch);
+      auto load_tile = [&](const CUtensorMap& map, uint32_t to, uint32_t full, int row) {
+        const int length = kIsQueries ? mask.q_length : mask.kv_length;
+        const int64_t seqlen = kIsQueries ? params.seqlen_q : params.seqlen_kv;
+        TileLoader<Config::kChunks> loader{
+            map, batch, length, static_cast<int>(seqlen), ptx::kEvictLast, tail, tail_parity};
+        loader.template load<kIsQueries ? Config::kBlockM : Config::kPartN>(
+            to, full, kIsQueries ? head : head / group, row);
+        tail_parity = loader.tail_parity;
+      };
+      if constexpr (kIsQueries) {
+        ptx::barrier_wait(shared.q_empty(place.stage), place.parity ^ 1);
+        __syncwarp();
+        load_tile(arguments.tQ, shared.sQ(place.stage, 0), shared.q_full(place.stage), tile.m_start);
+        load_tile(arguments.tDout, shared.sDout(place.stage, 0), shared.q_full(place.stage), tile.m_start);
+        place.advance();
+      } else {
+#pragma unroll 1
+        for (int part = 0; part < Config::kParts; ++part) {
+          const int row = tile.n_start + part * Config::kPartN;
+          ptx::barrier_wait(shared.kv_empty(place.stage), place.parity ^ 1);
+          __syncwarp();
+          load_tile(arguments.tK, shared.sK(place.stage), shared.k_full(place.stage), row);
+          load_tile(arguments.tV, shared.sV(place.stage), shared.v_full(place.stage), row);
+          place.advance();
+        }
+      }
+    }
+  }
+};
+
+// ---- A consumer: a warpgroup ----
+
+template <class Config>
+struct BackwardBiasConsumer {
+  using Arithmetic = typename Config::Arithmetic;
+  using Tile = typename Config::Tile;
+  static constexpr int kHeadDim = Config::kHeadDim, kPartN = Config::kPartN;
+  using Scores = float[1][kPartN / 8][4];  // [64 queries, kPartN keys]
+
+  const BackwardBiasArguments& arguments;
+  BackwardBiasShared<Config> shared;
+  int consumer;
+  int warp = uniform(threadIdx.x / 32 % 4), warp_row = 64 * consumer + 16 * warp;
+  RingPlace<Config::kStages> q_place, kv_place;
+  Scores sums[Config::kParts];
+  float lse_log2[2], delta[2];
+
+  __device__ __forceinline__ BackwardBiasConsumer(const BackwardBiasArguments& arguments,
+                                                  BackwardBiasShared<Config> shared, int consumer)
+      : arguments(arguments), shared(shared), consumer(consumer) {}
+
+  __device__ __forceinline__ void run(const Tile& tile) {
+#pragma unroll
+    for (Scores& part : sums) clear(part);
+    int item = tile.visible_from(0);
+    if (item < tile.num_items) start_bias(tile, item, 0);
+#pragma unroll 1
+    while (item < tile.num_items) {
+      load_stats(tile, item);
+      const int next_item = tile.visible_from(item + 1);
+      ptx::barrier_wait(shared.q_full(q_place.stage), q_place.parity);
+#pragma unroll
+      for (int part = 0; part < Config::kParts; ++part) {
+        const bool is_last = part + 1 == Config::kParts;
+        add_part(tile, item, part, sums[part], is_last ? next_item : item, is_last ? 0 : part + 1);
+      }
+      release(shared.q_empty(q_place.stage));
+      q_place.advance();
+      item = next_item;
+    }
+    write_out(tile);
+  }
+
+ private:
+  __device__ __forceinline__ Pairs<false> pairs(const Tile& tile, int item) const {
+    return {arguments.params, arguments.pairs, tile.batch(item), tile.head(item)};
+  }
+  __device__ __forceinline__ bool has_pieces() const {
+    return arguments.pairs.bias_format == BiasFormat::kPieces;
+  }
+
+  __device__ __forceinline__ void start_bias(const Tile& tile, int item, int part) {
+    if (has_pieces()) {
+      pairs(tile, item)
+          .start_pieces(shared.bias(4 * consumer + warp), tile.m_start + warp_row,
+                        tile.n_start + part * kPartN);
+    }
+  }
+
+  __device__ __forceinline__ void load_stats(const Tile& tile, int item) {
+    const BackwardParams& params = arguments.params;
+    const int64_t head = int64_t{tile.batch(item)} * params.num_heads + tile.head(item);
+    const int64_t row0 = head * stats_length(params.seqlen_q) + tile.m_start + warp_row;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      lse_log2[h] = params.lse_log2[row0 + accumulator_row(0, h)];
+      delta[h] = params.delta[row0 + accumulator_row(0, h)];
+    }
+  }
+
+  // Adds ds of one item and one part of the keys; begins to copy the bias of the next one.
+  __device__ __forceinline__ void add_part(const Tile& tile, int item, int part, Scores& sum, int next_item,
+                                           int next_part) {
+    const int stage = uniform(kv_place.stage), q_stage = uniform(q_place.stage);
+    const int row0 = tile.m_start + warp_row, column0 = tile.n_start + part * kPartN;
+    Scores scores, ds;
+    ptx::barrier_wait(shared.k_full(stage), kv_place.parity);
+    issue_scores<Arithmetic, kHeadDim>(scores, uniform(shared.sQ(q_stage, 64 * consumer)),
+                                       Config::kQChunkBytes, shared.sK(stage), Config::kKvChunkBytes);
+    ptx::barrier_wait(shared.v_full(stage), kv_place.parity);
+    issue_scores<Arithmetic, kHeadDim>(ds, uniform(shared.sDout(q_stage, 64 * consumer)),
+                                       Config::kQChunkBytes, shared.sV(stage), Config::kKvChunkBytes);
+
+    // ---- p = exp(q k^T - lse), and for the soft cap p (1 - tanh^2) ----
+    const Pairs<false> pairs = this->pairs(tile, item);
+    PairBits<kPartN / 8> visible[1]{}, kept[1]{};
+    if (pairs.may_hide()) load_visible(visible, pairs, row0, column0);
+    if (pairs.may_drop()) draw_kept(kept, pairs, row0, column0);
+    ptx::wgmma_wait<1>();
+    ptx::keep_in_place(scores[0]);
+    const LogitScale& logit = arguments.logit;
+    if (has_pieces()) {
+      pairs.add_pieces(scores[0], shared.bias(4 * consumer + warp), logit);
+      if (next_item < tile.num_items) start_bias(tile, next_item, next_part);
+    }
+    pairs.transform(scores[0], has_pieces(), logit, row0, column0);
+    for_each_accumulator(scores, [&](int, int h, int nt, int c) {
+      float& x = scores[0][nt][2 * h + c];
+      const float p = ptx::exp2_approx(fmaf(x, logit.scale_log2, -lse_log2[h]));
+      x = logit.transform == LogitScale::kSoftCap ? p * soft_cap_slope(x) : p;
+    });
+    const Mask mask(arguments.params, tile.batch(item));
+    if (!mask.covers(row0, 16, column0, kPartN)) fill_hidden(scores, mask, row0, column0, 0);
+    if (pairs.may_hide()) fill_unset(scores, visible, 0);
+
+    // ---- sums += ds = p * (dout v^T - delta) ----
+    ptx::wgmma_wait<0>();
+    ptx::keep_in_place(ds[0]);
+    release(shared.kv_empty(stage));
+    kv_place.advance();
+    for_each_accumulator(ds, [&](int, int h, int nt, int c) {
+      const int i = 2 * h + c;
+      float x = ds[0][nt][i];
+      if (pairs.may_drop()) x = kept[0].test(nt, i) ? x * arguments.pairs.kept_factor : 0;
+      sum[0][nt][i] = fmaf(scores[0][nt][i], x - delta[h], sum[0][nt][i]);
+    });
+  }
+
+  __device__ __forceinline__ void write_out(const Tile& tile) {
+    const int seqlen_kv = static_cast<int>(arguments.params.seqlen_kv);
+    float* gSums =
+        static_cast<float*>(arguments.params.dbias) + tile.index * arguments.params.seqlen_q * seqlen_kv;
+    const bool by_twos = seqlen_kv % 2 == 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = tile.m_start + warp_row + accumulator_row(0, h);
+      if (row >= tile.m_end) continue;
+      float* gRow = gSums + int64_t{row} * seqlen_kv;
+#pragma unroll
+      for (int part = 0; part < Config::kParts; ++part) {
+#pragma unroll
+        for (int nt = 0; nt < kPartN / 8; ++nt) {
+          const int column = tile.n_start + part * kPartN + accumulator_column(nt, 0);
+          const float (&two)[4] = sums[part][0][nt];
+          if (by_twos && column < seqlen_kv) {
+            *reinterpret_cast<float2*>(gRow + column) = make_float2(two[2 * h], two[2 * h + 1]);
+          } else {
+            if (column < seqlen_kv) gRow[column] = two[2 * h];
+            if (column + 1 < seqlen_kv) gRow[column + 1] = two[2 * h + 1];
+          }
+        }
+      }
+    }
+  }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    backward_bias_kernel(const __grid_constant__ BackwardBiasArguments arguments) {
+  extern __shared__ __align__(1024) uint8_t start[];
+  const BackwardBiasShared<Config> shared{ptx::shared_address(start)};
+
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < Config::kStages; ++stage) {
+      ptx::barrier_init(shared.q_full(stage), 2);  // q; dout
+      ptx::barrier_init(shared.q_empty(stage), Config::kConsumers);
+      ptx::barrier_init(shared.k_full(stage), 1);
+      ptx::barrier_init(shared.v_full(stage), 1);
+      ptx::barrier_init(shared.kv_empty(stage), Config::kConsumers);
+    }
+    ptx::barrier_init(shared.tail(0), 1);
+    ptx::barrier_init(shared.tail(1), 1);
+    ptx::barrier_init_fence();
+  }
+  __syncthreads();
+
+  auto for_each_tile = [&](auto f) {
+#pragma unroll 1
+    for (int tile = blockIdx.x; tile < arguments.num_tiles; tile += gridDim.x) {
+      f(typename Config::Tile(arguments.params, tile));
+    }
+  };
+  const int warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup == 0) {
+    ptx::release_registers<Config::kProducerRegisters>();
+    const int warp = uniform(threadIdx.x / 32);
+    BackwardBiasLoader<Config> loader{arguments, shared};
+    if (warp == 0) {
+      for_each_tile([&](const auto& tile) { loader.template load</*kIsQueries=*/true>(tile); });
+    } else if (warp == 1) {
+      for_each_tile([&](const auto& tile) { loader.template load</*kIsQueries=*/false>(tile); });
+    }
+  } else {
+    ptx::acquire_registers<Config::kConsumerRegisters>();
+    BackwardBiasConsumer<Config> consumer(arguments, shared, warpgroup - 1);
+    for_each_tile([&](const auto& tile) { consumer.run(tile); });
+  }
+}
+
+template <class Arithmetic, int kHeadDim>
+cudaError_t backward_bias(const BackwardParams& params, const LaunchContext& context) {
+  using Config = BackwardBiasConfig<Arithmetic, kHeadDim>;
+  using Element = typename Config::Element;
+  const bool has_pairs = params.bias && params.dbias_rows == 1 && params.dbias_keys == 1;
+  if (!is_served(params, context) || !has_pairs) return kNotServed;
+  if (params.dbias_batches == 0 || params.dbias_heads == 0) return cudaSuccess;
+  const int64_t tiles = Config::Tile::count(params);
+  if (tiles > std::numeric_limits<int32_t>::max() - context.multiprocessors) return kNotServed;
+  cudaError_t error = launch_delta<Element>(params, nullptr, 0, context);
+  if (error != cudaSuccess) return error;
+  BackwardBiasArguments arguments{.params = params,
+                                  .logit = LogitScale(params),
+                                  .pairs = PairOptions(params),
+                                  .num_tiles = static_cast<int>(tiles)};
+  const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
+  const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
+  for (cudaError_t error :
+       {make_tensor_map<Element>(params.q, B, T, N, H, Config::kBlockM, &arguments.tQ),
+        make_tensor_map<Element>(params.dout, B, T, N, Hv, Config::kBlockM, &arguments.tDout),
+        make_tensor_map<Element>(params.k, B, S, K, H, Config::kPartN, &arguments.tK),
+        make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kPartN, &arguments.tV)}) {
+    if (error != cudaSuccess) return error;
+  }
+  return launch(backward_bias_kernel<Config>, std::min<int64_t>(tiles, context.multiprocessors),
+                Config::kThreads, Config::kSharedBytes, context, arguments);
+}
+
+}  // namespace jax_flash::cuda::sm90
