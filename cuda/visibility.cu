@@ -91,8 +91,7 @@ __global__ void __launch_bounds__(256) visibility_kernel(const __grid_constant__
   if (lane == 0) visible.visibility[index] = !any ? kHidden : all ? kWhole : kPartly;
 }
 
-// The visible blocks of each tile in ascending order: their number, then for each 2 * block + (does every
-// query see every key?). A warp a list.
+// The visible blocks of each tile in ascending order: their number, then an entry for each. A warp a list.
 __global__ void __launch_bounds__(128)
     list_kernel(const __grid_constant__ AttentionParams params, ListShape shape) {
   const VisibilityWorkspace& visible = params.visible;
@@ -111,27 +110,35 @@ __global__ void __launch_bounds__(128)
 
   int count = 0;
   for (int first = 0; first < length - 1; first += 32) {
-    const int unit = first + lane;
-    const int tile_end = tile_start + shape.tile, start = unit * shape.unit, end = start + shape.unit;
-    const int m_start = shape.of_queries ? tile_start : start,
-              n_start = shape.of_queries ? start : tile_start;
-    const int m_end = min(shape.of_queries ? tile_end : end, seqlen_q);
-    const int n_end = min(shape.of_queries ? end : tile_end, seqlen_kv);
-    bool any = false, all = false;
-    if (unit < length - 1 && !mask.hides(m_start, m_end - m_start, n_start, n_end - n_start)) {
-      all = mask.covers(m_start, m_end - m_start, n_start, n_end - n_start);
-      for (int m = m_start / kBlock; m * kBlock < m_end; ++m) {
-        for (int n = n_start / kBlock; n * kBlock < n_end; ++n) {
-          const uint8_t block = blocks[int64_t{m} * n_blocks + n];
-          any |= block != kHidden;
-          all &= block == kWhole;
+    const int unit = first + lane, start = unit * shape.unit, end = start + shape.unit;
+    bool any = false, all = true;
+    int32_t parts = 0;
+    for (int part = 0; unit < length - 1 && part * kBlock < shape.tile; ++part) {
+      const int part_start = tile_start + part * kBlock, part_end = part_start + kBlock;
+      const int m_start = shape.of_queries ? part_start : start,
+                n_start = shape.of_queries ? start : part_start;
+      const int m_end = min(shape.of_queries ? part_end : end, seqlen_q);
+      const int n_end = min(shape.of_queries ? end : part_end, seqlen_kv);
+      if (part_start >= (shape.of_queries ? seqlen_q : seqlen_kv)) break;
+      bool is_visible = false, is_whole = false;
+      if (!mask.hides(m_start, m_end - m_start, n_start, n_end - n_start)) {
+        // What sticks out at the end is to be hidden.
+        is_whole = mask.covers(m_start, m_end - m_start, n_start, n_end - n_start) &&
+                   end <= (shape.of_queries ? seqlen_kv : seqlen_q);
+        for (int m = m_start / kBlock; m * kBlock < m_end; ++m) {
+          for (int n = n_start / kBlock; n * kBlock < n_end; ++n) {
+            const uint8_t block = blocks[int64_t{m} * n_blocks + n];
+            is_visible |= block != kHidden;
+            is_whole &= block == kWhole;
+          }
         }
       }
+      parts |= ListEntry::part(part, is_visible, is_whole);
+      any |= is_visible;
+      all &= is_whole;
     }
-    // A block that sticks out at the end of the keys is not whole: its columns there must be hidden.
-    all &= end <= (shape.of_queries ? seqlen_kv : seqlen_q);
     const uint32_t seen = __ballot_sync(0xffffffff, any);
-    if (any) list[1 + count + __popc(seen & ((1u << lane) - 1))] = 2 * unit + all;
+    if (any) list[1 + count + __popc(seen & ((1u << lane) - 1))] = ListEntry::make(unit, all) | parts;
     count += __popc(seen);
   }
   if (lane == 0) list[0] = count;

@@ -25,6 +25,23 @@ struct ListShape {
   }
 };
 
+// An entry of a list: a visible block, and what is known of it by parts of 64 rows of the tile, 4 at most. Of
+// causality, window and lengths, too.
+struct ListEntry {
+  static constexpr int kMaxParts = 4;
+  int32_t bits;
+
+  __host__ __device__ static constexpr int32_t make(int unit, bool is_whole) { return unit << 9 | is_whole; }
+  __host__ __device__ static constexpr int32_t part(int index, bool is_visible, bool is_whole) {
+    return (is_visible | is_whole << 1) << (1 + 2 * index);
+  }
+
+  __device__ __forceinline__ int unit() const { return bits >> 9; }
+  __device__ __forceinline__ bool is_whole() const { return bits & 1; }  // is every pair visible?
+  __device__ __forceinline__ bool is_visible(int part) const { return bits >> (1 + 2 * part) & 1; }
+  __device__ __forceinline__ bool is_whole(int part) const { return bits >> (2 + 2 * part) & 1; }
+};
+
 inline bool has_visibility(const AttentionParams& params) { return params.mask || params.query_segment_ids; }
 
 // Fills in params.visible but for the lists. Does nothing where there is no mask and there are no segments,
@@ -41,7 +58,8 @@ struct BlockList {
   static constexpr int kListTile = std::max<int>(kTile, kVisibilityBlock);
   static constexpr int kUnit = std::max<int>(kBlock, kVisibilityBlock), kBlocksInUnit = kUnit / kBlock;
   static_assert(!kMayBeListed ||
-                (kListTile % kVisibilityBlock == 0 && kUnit % kVisibilityBlock == 0 && kUnit % kBlock == 0));
+                (kListTile % kVisibilityBlock == 0 && kListTile / kVisibilityBlock <= ListEntry::kMaxParts &&
+                 kUnit % kVisibilityBlock == 0 && kUnit % kBlock == 0));
   __host__ __device__ static constexpr ListShape shape() { return {kOfQueries, kListTile, kUnit}; }
 
   const int32_t* entries;  // null: all blocks from `first` on
@@ -63,15 +81,15 @@ struct BlockList {
 
   __device__ __forceinline__ bool is_listed() const { return kMayBeListed && entries; }
 
+  __device__ __forceinline__ ListEntry entry(int i) const { return {__ldg(entries + i / kBlocksInUnit)}; }
+
   // The first row of block i.
   __device__ __forceinline__ int start(int i) const {
     if (!is_listed()) return (first + i) * kBlock;
-    return (__ldg(entries + i / kBlocksInUnit) >> 1) * kUnit + i % kBlocksInUnit * kBlock;
+    return entry(i).unit() * kUnit + i % kBlocksInUnit * kBlock;
   }
   // Do mask and segments leave every pair of block i and the tile visible?
-  __device__ __forceinline__ bool is_whole(int i) const {
-    return !is_listed() || __ldg(entries + i / kBlocksInUnit) & 1;
-  }
+  __device__ __forceinline__ bool is_whole(int i) const { return !is_listed() || entry(i).is_whole(); }
 };
 
 }  // namespace jax_flash::cuda

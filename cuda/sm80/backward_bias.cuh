@@ -63,7 +63,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
   const int num_heads = static_cast<int>(params.num_heads);
   const int group = num_heads / static_cast<int>(params.num_kv_heads);
-  const BiasSumsTile<kBlockM, kBlockN> tile(params, blockIdx.x);
+  using Tile = BiasSumsTile<kBlockM, kBlockN>;
+  using Item = typename Tile::Item;
+  const Tile tile(params, blockIdx.x);
   const int m_start = tile.m_start, n_start = tile.n_start;
 
   // ---- The pieces of an item: those of q and k, then those of dout and v ----
@@ -73,8 +75,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   auto sK = [&](int stage) { return KvTile{ring + stage * Config::kStageBytes + QTile::kBytes}; };
   const int score_pieces = (arguments.q.head_dim + kPiece - 1) / kPiece;
   const int num_pieces = score_pieces + (arguments.v.head_dim + kPiece - 1) / kPiece;
-  auto load_piece = [&](int item, int piece, int stage) {
-    const int batch = tile.batch(item), head = tile.head(item);
+  auto load_piece = [&](const Item& item, int piece, int stage) {
+    const int batch = item.batch, head = item.head;
     const Mask mask(params, batch);
     const bool is_scores = piece < score_pieces;
     const int column = (is_scores ? piece : piece - score_pieces) * kPiece;
@@ -98,14 +100,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   float sums[kMTiles][kNTiles][4];
   clear(sums);
   int stage = 0;
-  int item = tile.visible_from(0);
-  if (item < tile.num_items) load_piece(item, 0, stage);
+  Item item = tile.first();
+  if (tile.exists(item)) load_piece(item, 0, stage);
   ptx::copy_async_commit();
 
 #pragma unroll 1
-  while (item < tile.num_items) {
-    const int next_item = tile.visible_from(item + 1);
-    const int batch = tile.batch(item), head = tile.head(item);
+  while (tile.exists(item)) {
+    const Item next_item = tile.next(item);
+    const int batch = item.batch, head = item.head;
     float p[kMTiles][kNTiles][4], ds[kMTiles][kNTiles][4];
     clear(p);
     clear(ds);
@@ -114,7 +116,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       __syncthreads();  // it has come, to all threads, and all are done with the one before it
       if (piece + 1 < num_pieces) {
         load_piece(item, piece + 1, stage ^ 1);
-      } else if (next_item < tile.num_items) {
+      } else if (tile.exists(next_item)) {
         load_piece(next_item, 0, stage ^ 1);
       }
       ptx::copy_async_commit();

@@ -416,7 +416,9 @@ struct BackwardConsumer {
       for (int i = 0; i < queries.count; ++i) {
         const int m_start = queries.start(i);
         if (has_pieces() && i == 0) start_bias(work, head, m_start);
-        block(work, head, m_start, i + 1 < queries.count ? queries.start(i + 1) : -1, queries.is_whole(i));
+        // With 64 keys for both consumers, each has half of the queries of the block.
+        const bool is_whole = !queries.is_listed() || queries.entry(i).is_whole(kByKeys ? consumer : 0);
+        block(work, head, m_start, i + 1 < queries.count ? queries.start(i + 1) : -1, is_whole);
       }
     }
     write_out(work);

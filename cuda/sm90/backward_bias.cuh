@@ -100,6 +100,8 @@ struct BackwardBiasShared {
 
 template <class Config>
 struct BackwardBiasLoader {
+  using Item = typename Config::Tile::Item;
+
   const BackwardBiasArguments& arguments;
   BackwardBiasShared<Config> shared;
   RingPlace<Config::kStages> place;
@@ -110,8 +112,8 @@ struct BackwardBiasLoader {
     const BackwardParams& params = arguments.params;
     const int group = static_cast<int>(params.num_heads) / static_cast<int>(params.num_kv_heads);
     const uint32_t tail = shared.tail(kIsQueries ? 0 : 1);
-    for (int item = tile.visible_from(0); item < tile.num_items; item = tile.visible_from(item + 1)) {
-      const int batch = tile.batch(item), head = tile.head(item);
+    for (Item item = tile.first(); tile.exists(item); item = tile.next(item)) {
+      const int batch = item.batch, head = item.head;
       const Mask mask(params, batch);
       auto load_tile = [&](const CUtensorMap& map, uint32_t to, uint32_t full, int row) {
         const int length = kIsQueries ? mask.q_length : mask.kv_length;
@@ -149,6 +151,7 @@ template <class Config>
 struct BackwardBiasConsumer {
   using Arithmetic = typename Config::Arithmetic;
   using Tile = typename Config::Tile;
+  using Item = typename Tile::Item;
   static constexpr int kHeadDim = Config::kHeadDim, kPartN = Config::kPartN;
   using Scores = float[1][kPartN / 8][4];  // [64 queries, kPartN keys]
 
@@ -158,7 +161,10 @@ struct BackwardBiasConsumer {
   int warp = uniform(threadIdx.x / 32 % 4), warp_row = 64 * consumer + 16 * warp;
   RingPlace<Config::kStages> q_place, kv_place;
   Scores sums[Config::kParts];
-  float lse_log2[2], delta[2];
+
+  struct Stats {
+    float lse_log2[2], delta[2];
+  };
 
   __device__ __forceinline__ BackwardBiasConsumer(const BackwardBiasArguments& arguments,
                                                   BackwardBiasShared<Config> shared, int consumer)
@@ -167,55 +173,59 @@ struct BackwardBiasConsumer {
   __device__ __forceinline__ void run(const Tile& tile) {
 #pragma unroll
     for (Scores& part : sums) clear(part);
-    int item = tile.visible_from(0);
-    if (item < tile.num_items) start_bias(tile, item, 0);
+    Item item = tile.first();
+    if (tile.exists(item)) start_bias(tile, item, 0);
+    Stats stats = load_stats(tile, item);
 #pragma unroll 1
-    while (item < tile.num_items) {
-      load_stats(tile, item);
-      const int next_item = tile.visible_from(item + 1);
+    while (tile.exists(item)) {
+      const Item next_item = tile.next(item);
+      const Stats next_stats = load_stats(tile, next_item);
       ptx::barrier_wait(shared.q_full(q_place.stage), q_place.parity);
 #pragma unroll
       for (int part = 0; part < Config::kParts; ++part) {
         const bool is_last = part + 1 == Config::kParts;
-        add_part(tile, item, part, sums[part], is_last ? next_item : item, is_last ? 0 : part + 1);
+        add_part(tile, item, stats, part, sums[part], is_last ? next_item : item, is_last ? 0 : part + 1);
       }
       release(shared.q_empty(q_place.stage));
       q_place.advance();
       item = next_item;
+      stats = next_stats;
     }
     write_out(tile);
   }
 
  private:
-  __device__ __forceinline__ Pairs<false> pairs(const Tile& tile, int item) const {
-    return {arguments.params, arguments.pairs, tile.batch(item), tile.head(item)};
+  __device__ __forceinline__ Pairs<false> pairs(const Item& item) const {
+    return {arguments.params, arguments.pairs, item.batch, item.head};
   }
   __device__ __forceinline__ bool has_pieces() const {
     return arguments.pairs.bias_format == BiasFormat::kPieces;
   }
 
-  __device__ __forceinline__ void start_bias(const Tile& tile, int item, int part) {
+  __device__ __forceinline__ void start_bias(const Tile& tile, const Item& item, int part) {
     if (has_pieces()) {
-      pairs(tile, item)
-          .start_pieces(shared.bias(4 * consumer + warp), tile.m_start + warp_row,
-                        tile.n_start + part * kPartN);
+      pairs(item).start_pieces(shared.bias(4 * consumer + warp), tile.m_start + warp_row,
+                               tile.n_start + part * kPartN);
     }
   }
 
-  __device__ __forceinline__ void load_stats(const Tile& tile, int item) {
+  __device__ __forceinline__ Stats load_stats(const Tile& tile, const Item& item) {
+    Stats stats = {};
+    if (!tile.exists(item)) return stats;
     const BackwardParams& params = arguments.params;
-    const int64_t head = int64_t{tile.batch(item)} * params.num_heads + tile.head(item);
+    const int64_t head = int64_t{item.batch} * params.num_heads + item.head;
     const int64_t row0 = head * stats_length(params.seqlen_q) + tile.m_start + warp_row;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      lse_log2[h] = params.lse_log2[row0 + accumulator_row(0, h)];
-      delta[h] = params.delta[row0 + accumulator_row(0, h)];
+      stats.lse_log2[h] = params.lse_log2[row0 + accumulator_row(0, h)];
+      stats.delta[h] = params.delta[row0 + accumulator_row(0, h)];
     }
+    return stats;
   }
 
   // Adds ds of one item and one part of the keys; begins to copy the bias of the next one.
-  __device__ __forceinline__ void add_part(const Tile& tile, int item, int part, Scores& sum, int next_item,
-                                           int next_part) {
+  __device__ __forceinline__ void add_part(const Tile& tile, const Item& item, const Stats& stats, int part,
+                                           Scores& sum, const Item& next_item, int next_part) {
     const int stage = uniform(kv_place.stage), q_stage = uniform(q_place.stage);
     const int row0 = tile.m_start + warp_row, column0 = tile.n_start + part * kPartN;
     Scores scores, ds;
@@ -227,7 +237,7 @@ struct BackwardBiasConsumer {
                                        Config::kQChunkBytes, shared.sV(stage), Config::kKvChunkBytes);
 
     // ---- p = exp(q k^T - lse), and for the soft cap p (1 - tanh^2) ----
-    const Pairs<false> pairs = this->pairs(tile, item);
+    const Pairs<false> pairs = this->pairs(item);
     PairBits<kPartN / 8> visible[1]{}, kept[1]{};
     if (pairs.may_hide()) load_visible(visible, pairs, row0, column0);
     if (pairs.may_drop()) draw_kept(kept, pairs, row0, column0);
@@ -236,15 +246,15 @@ struct BackwardBiasConsumer {
     const LogitScale& logit = arguments.logit;
     if (has_pieces()) {
       pairs.add_pieces(scores[0], shared.bias(4 * consumer + warp), logit);
-      if (next_item < tile.num_items) start_bias(tile, next_item, next_part);
+      if (tile.exists(next_item)) start_bias(tile, next_item, next_part);
     }
     pairs.transform(scores[0], has_pieces(), logit, row0, column0);
     for_each_accumulator(scores, [&](int, int h, int nt, int c) {
       float& x = scores[0][nt][2 * h + c];
-      const float p = ptx::exp2_approx(fmaf(x, logit.scale_log2, -lse_log2[h]));
+      const float p = ptx::exp2_approx(fmaf(x, logit.scale_log2, -stats.lse_log2[h]));
       x = logit.transform == LogitScale::kSoftCap ? p * soft_cap_slope(x) : p;
     });
-    const Mask mask(arguments.params, tile.batch(item));
+    const Mask mask(arguments.params, item.batch);
     if (!mask.covers(row0, 16, column0, kPartN)) fill_hidden(scores, mask, row0, column0, 0);
     if (pairs.may_hide()) fill_unset(scores, visible, 0);
 
@@ -257,7 +267,7 @@ struct BackwardBiasConsumer {
       const int i = 2 * h + c;
       float x = ds[0][nt][i];
       if (pairs.may_drop()) x = kept[0].test(nt, i) ? x * arguments.pairs.kept_factor : 0;
-      sum[0][nt][i] = fmaf(scores[0][nt][i], x - delta[h], sum[0][nt][i]);
+      sum[0][nt][i] = fmaf(scores[0][nt][i], x - stats.delta[h], sum[0][nt][i]);
     });
   }
 

@@ -444,7 +444,7 @@ struct ForwardConsumer {
     if constexpr (Config::kGeneral) {
       const int row = tile().m_start + warp_row();
       block.key = keys.start(n);
-      block.is_whole = keys.is_whole(n);
+      block.is_whole = !keys.is_listed() || keys.entry(n).is_whole(consumer);
       if (!block.is_whole) load_visible(block.visible, pairs(), row, block.key);
       if (arguments.params.dropout_seeds) draw_kept(block.kept, pairs(), row, block.key);
     }
@@ -468,7 +468,7 @@ struct ForwardConsumer {
       pairs().transform(scores[0], has_pieces(), arguments.logit, row, key);
       if (!block.is_whole) fill_unset(scores, block.visible, -INFINITY);
       if (keys.is_listed()) {
-        is_whole = block.is_whole;
+        is_whole = block.is_whole || tile().mask.covers(row, 16, key, kBlockN);
         is_first = is_last = true;
       }
     }

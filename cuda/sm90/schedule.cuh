@@ -89,8 +89,16 @@ __device__ __forceinline__ void write_tile(const Schedule& schedule, const Forwa
   tile.blocks = blocks;
 #pragma unroll 1
   for (int i = 0; i < kConsumers; ++i) {
-    KeyBlocks rows =
-        keys.is_listed() ? blocks : mask.key_blocks<kBlockN>(m_start + 64 * i, min(64, rows_left - 64 * i));
+    if (keys.is_listed()) {
+      // Those between the first and the last one that they see.
+      KeyBlocks rows = blocks;
+      while (rows.begin < rows.end && !keys.entry(rows.begin).is_visible(i)) ++rows.begin;
+      while (rows.begin < rows.end && !keys.entry(rows.end - 1).is_visible(i)) --rows.end;
+      if (rows.is_empty()) rows.begin = rows.end = blocks.begin;
+      tile.rows[i] = rows;
+      continue;
+    }
+    KeyBlocks rows = mask.key_blocks<kBlockN>(m_start + 64 * i, min(64, rows_left - 64 * i));
     if (rows.is_empty()) rows.begin = rows.end = blocks.begin;
     tile.rows[i] = rows;
   }
