@@ -70,6 +70,13 @@ struct PairBits {
   }
 };
 
+// Of the mask as bits, what covers 8 kNTiles columns of a lane's two rows.
+template <int kNTiles>
+struct MaskWords {
+  static constexpr int kWords = (kNTiles + 3) / 4;
+  uint32_t words[2][kWords];
+};
+
 // A warp's part of shared memory, through which the pieces of a 16-bit bias come: 16 rows by kColumns columns
 // of scores, as they lie in memory.
 template <bool kTransposed, int kColumns>
@@ -198,10 +205,39 @@ struct Pairs {
 
   // ---- Which pairs mask and segments leave visible ----
 
+  // The words of the mask of a lane's two rows; without a mask nothing.
   template <int kNTiles>
-  __device__ __forceinline__ PairBits<kNTiles> visible(int row0, int column0) const {
+  __device__ __forceinline__ void load_words(MaskWords<kNTiles>& mask, int row0, int column0) const {
+    if (!params.mask.data) return;
+    const VisibilityWorkspace::Bits& bits = kTransposed ? params.visible.of_keys : params.visible.of_queries;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = min(row0 + accumulator_row(0, h), row_limit() - 1);
+      const uint32_t* words = bits.words + batch * bits.batch_stride + head * bits.head_stride +
+                              row * bits.row_stride + column0 / 32 * bits.word_step;
+#pragma unroll
+      for (int i = 0; i < MaskWords<kNTiles>::kWords; ++i)
+        mask.words[h][i] = __ldg(words + i * bits.word_step);
+    }
+  }
+
+  template <int kNTiles>
+  __device__ __forceinline__ PairBits<kNTiles> visible(const MaskWords<kNTiles>& mask, int row0,
+                                                       int column0) const {
     static_assert(kNTiles <= 8);
-    PairBits<kNTiles> result{params.mask.data ? mask_bits<kNTiles>(row0, column0) : ~0u};
+    PairBits<kNTiles> result{~0u};
+    if (params.mask.data) {
+      constexpr uint32_t kOfLane = 0x03030303;  // of 32 columns, if the lane's first is column 0
+      const int shift = column0 % 32 + accumulator_column(0, 0);
+      result.bits = 0;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int i = 0; i < MaskWords<kNTiles>::kWords; ++i) {
+          result.bits |= (mask.words[h][i] >> shift & kOfLane) << (4 * h + 2 * i);
+        }
+      }
+    }
     if (params.query_segment_ids) compare_segments(result, row0, column0);
     return result;
   }
@@ -312,25 +348,6 @@ struct Pairs {
   }
 
   template <int kNTiles>
-  __device__ __forceinline__ uint32_t mask_bits(int row0, int column0) const {
-    constexpr uint32_t kOfLane = 0x03030303;  // of 32 columns, if the lane's first is column 0
-    const VisibilityWorkspace::Bits& bits = kTransposed ? params.visible.of_keys : params.visible.of_queries;
-    uint32_t result = 0;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = min(row0 + accumulator_row(0, h), row_limit() - 1);
-      const uint32_t* words = bits.words + batch * bits.batch_stride + head * bits.head_stride +
-                              row * bits.row_stride + column0 / 32 * bits.word_step;
-      const int shift = column0 % 32 + accumulator_column(0, 0);
-#pragma unroll
-      for (int i = 0; i < (kNTiles + 3) / 4; ++i) {
-        result |= (__ldg(words + i * bits.word_step) >> shift & kOfLane) << (4 * h + 2 * i);
-      }
-    }
-    return result;
-  }
-
-  template <int kNTiles>
   __device__ __forceinline__ void compare_segments(PairBits<kNTiles>& result, int row0, int column0) const {
     const int32_t* query_ids = params.query_segment_ids + batch * params.seqlen_q;
     const int32_t* key_ids = params.key_value_segment_ids + batch * params.seqlen_kv;
@@ -383,7 +400,9 @@ __device__ __forceinline__ void load_visible(PairBits<kNTiles> (&bits)[kMTiles],
                                              const Pairs<kTransposed>& pairs, int row0, int column0) {
 #pragma unroll
   for (int mt = 0; mt < kMTiles; ++mt) {
-    bits[mt] = pairs.template visible<kNTiles>(row0 + 16 * mt, column0);
+    MaskWords<kNTiles> words;
+    pairs.load_words(words, row0 + 16 * mt, column0);
+    bits[mt] = pairs.visible(words, row0 + 16 * mt, column0);
   }
 }
 

@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(256) visibility_kernel(const __grid_constant__
 __global__ void __launch_bounds__(128)
     list_kernel(const __grid_constant__ AttentionParams params, ListShape shape) {
   const VisibilityWorkspace& visible = params.visible;
-  constexpr int kBlock = kVisibilityBlock;
+  constexpr int kBlock = kVisibilityBlock, kMaxUnitBlocks = 2;
   const int lane = threadIdx.x % 32;
   const int seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
   const int m_blocks = (seqlen_q + kBlock - 1) / kBlock, n_blocks = (seqlen_kv + kBlock - 1) / kBlock;
@@ -113,26 +113,28 @@ __global__ void __launch_bounds__(128)
     const int unit = first + lane, start = unit * shape.unit, end = start + shape.unit;
     bool any = false, all = true;
     int32_t parts = 0;
-    for (int part = 0; unit < length - 1 && part * kBlock < shape.tile; ++part) {
+    // Unrolled, so that all blocks are read at once.
+#pragma unroll
+    for (int part = 0; part < ListEntry::kMaxParts; ++part) {
       const int part_start = tile_start + part * kBlock, part_end = part_start + kBlock;
+      const bool exists = unit < length - 1 && part * kBlock < shape.tile &&
+                          part_start < (shape.of_queries ? seqlen_q : seqlen_kv);
+      bool is_visible = false, is_whole = true;
+#pragma unroll
+      for (int i = 0; i < kMaxUnitBlocks; ++i) {
+        const int block_start = start + i * kBlock;
+        const int m = (shape.of_queries ? part_start : block_start) / kBlock;
+        const int n = (shape.of_queries ? block_start : part_start) / kBlock;
+        if (!exists || i * kBlock >= shape.unit || m >= m_blocks || n >= n_blocks) continue;
+        const uint8_t block = blocks[int64_t{m} * n_blocks + n];
+        is_visible |= block != kHidden;
+        is_whole &= block == kWhole;
+      }
       const int m_start = shape.of_queries ? part_start : start,
                 n_start = shape.of_queries ? start : part_start;
       const int m_end = min(shape.of_queries ? part_end : end, seqlen_q);
       const int n_end = min(shape.of_queries ? end : part_end, seqlen_kv);
-      if (part_start >= (shape.of_queries ? seqlen_q : seqlen_kv)) break;
-      bool is_visible = false, is_whole = false;
-      if (!mask.hides(m_start, m_end - m_start, n_start, n_end - n_start)) {
-        // What sticks out at the end is to be hidden.
-        is_whole = mask.covers(m_start, m_end - m_start, n_start, n_end - n_start) &&
-                   end <= (shape.of_queries ? seqlen_kv : seqlen_q);
-        for (int m = m_start / kBlock; m * kBlock < m_end; ++m) {
-          for (int n = n_start / kBlock; n * kBlock < n_end; ++n) {
-            const uint8_t block = blocks[int64_t{m} * n_blocks + n];
-            is_visible |= block != kHidden;
-            is_whole &= block == kWhole;
-          }
-        }
-      }
+      is_visible = is_visible && !mask.hides(m_start, m_end - m_start, n_start, n_end - n_start);
       parts |= ListEntry::part(part, is_visible, is_whole);
       any |= is_visible;
       all &= is_whole;

@@ -25,8 +25,8 @@ struct ListShape {
   }
 };
 
-// An entry of a list: a visible block, and what is known of it by parts of 64 rows of the tile, 4 at most. Of
-// causality, window and lengths, too.
+// An entry of a list: a visible block, and what is known of it by parts of 64 rows of the tile, 4 at most.
+// Blocks that causality, window and lengths hide are not visible; "whole" is said of mask and segments alone.
 struct ListEntry {
   static constexpr int kMaxParts = 4;
   int32_t bits;
@@ -37,7 +37,7 @@ struct ListEntry {
   }
 
   __device__ __forceinline__ int unit() const { return bits >> 9; }
-  __device__ __forceinline__ bool is_whole() const { return bits & 1; }  // is every pair visible?
+  __device__ __forceinline__ bool is_whole() const { return bits & 1; }
   __device__ __forceinline__ bool is_visible(int part) const { return bits >> (1 + 2 * part) & 1; }
   __device__ __forceinline__ bool is_whole(int part) const { return bits >> (2 + 2 * part) & 1; }
 };
