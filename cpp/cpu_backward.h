@@ -112,6 +112,11 @@ struct RowOfPairs {
 template <typename T>
 void RowGradients(const Pairs<T>& pairs, const RowOfPairs<T>& row, int64_t keys, T scale, T cap, T* p,
                   T* ds) {
+  if (row.lse == -std::numeric_limits<T>::infinity()) {  // a row that sees no key
+    Zero(p, keys);
+    Zero(ds, keys);
+    return;
+  }
   if (pairs.has_bias()) {
     T bias[kBackwardN];
     pairs.LoadBias(row.row, row.first_key, keys, bias);

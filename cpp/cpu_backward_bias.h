@@ -105,10 +105,11 @@ void AddBiasGradient(const BackwardParams& params, int64_t batch, int64_t head, 
 template <typename Storage>
 bool BackwardBiasAs(const BackwardParams& params, ThreadPool& pool) {
   using T = ComputeType<Storage>;
-  if (!params.dbias_batches || !params.dbias_heads) return true;
-  const int64_t batches = params.batch / params.dbias_batches, heads = params.num_heads / params.dbias_heads;
+  const int64_t heads = params.dbias_num_heads;
+  if (!params.dbias_batch || !heads) return true;
+  const int64_t batches_a_sum = params.batch / params.dbias_batch, heads_a_sum = params.num_heads / heads;
   const int64_t m_tiles = DivideUp(params.seqlen_q, kBiasM), n_tiles = DivideUp(params.seqlen_kv, kBiasN);
-  const int64_t items = batches * heads * m_tiles * n_tiles, workers = NumWorkers(pool, items);
+  const int64_t items = params.dbias_batch * heads * m_tiles * n_tiles, workers = NumWorkers(pool, items);
   const int64_t rows_out = DivideUp(params.seqlen_q, params.dbias_rows);
   const int64_t keys_out = DivideUp(params.seqlen_kv, params.dbias_keys);
   Arena size(nullptr);
@@ -123,8 +124,8 @@ bool BackwardBiasAs(const BackwardParams& params, ThreadPool& pool) {
     const int64_t batch_and_head = item / n_tiles / m_tiles;
     const int64_t batch = batch_and_head / heads, head = batch_and_head % heads;
     Zero(scratch.sums, kBiasM * kBiasN);
-    for (int64_t b = batch * params.dbias_batches; b < (batch + 1) * params.dbias_batches; ++b) {
-      for (int64_t n = head * params.dbias_heads; n < (head + 1) * params.dbias_heads; ++n) {
+    for (int64_t b = batch * batches_a_sum; b < (batch + 1) * batches_a_sum; ++b) {
+      for (int64_t n = head * heads_a_sum; n < (head + 1) * heads_a_sum; ++n) {
         AddBiasGradient<Storage>(params, b, n, row0, key0, scratch);
       }
     }

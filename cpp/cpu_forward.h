@@ -192,7 +192,8 @@ void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, i
 
   // ---- Store out and lse; rows that see no key get 0 and their sink ----
   for (int64_t row = 0; row < block_end - block_first; ++row) {
-    if (row >= rows || !scratch.seeing[row]) {
+    // The sum of a row whose logits are all -inf is 0, too.
+    if (row >= rows || !scratch.seeing[row] || scratch.sum[row] == 0) {
       ZeroRow(out.Row(block_first + row), head_dim_v);
       *lse.Row(block_first + row) = sink(block_first + row);
     } else {

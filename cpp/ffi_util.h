@@ -111,7 +111,7 @@ class CallReader {
     ffi::AnyBuffer buffer(nullptr_buffer());
     RETURN_IF_ERROR(NextArg(name, &buffer));
     RETURN_IF_ERROR(CheckBuffer(name, buffer, dtype, dims));
-    *data = static_cast<const T*>(buffer.untyped_data());
+    *data = static_cast<const T*>(DataOf(buffer));
     return ffi::Error::Success();
   }
 
@@ -133,8 +133,7 @@ class CallReader {
       for (size_t i = axis + 1; i < got.size(); ++i) elements *= got[i];
       return elements;
     };
-    *array = {
-        buffer.untyped_data(), *ToDType(buffer.element_type()), stride(0), stride(1), stride(2), stride(3)};
+    *array = {DataOf(buffer), *ToDType(buffer.element_type()), stride(0), stride(1), stride(2), stride(3)};
     return ffi::Error::Success();
   }
 
@@ -169,6 +168,13 @@ class CallReader {
   }
 
  private:
+  // Never null, which means that there is no such array: some versions of XLA have no memory for an empty
+  // one.
+  static const void* DataOf(ffi::AnyBuffer buffer) {
+    static const char nothing = 0;
+    return buffer.untyped_data() ? buffer.untyped_data() : &nothing;
+  }
+
   static ffi::Error Missing(const char* kind, std::string_view name) {
     return ffi::Error::InvalidArgument("jax_flash: the call has no " + std::string(kind) + " for " +
                                        std::string(name) + ".");
@@ -371,8 +377,8 @@ inline ffi::Error TakeBiasGradient(CallReader& call, ffi::DataType dtype, Backwa
     return ffi::Error::InvalidArgument("jax_flash: dbias has a wrong dtype or shape " + ToString(got) + ".");
   }
   params->dbias = buffer.untyped_data();
-  params->dbias_batches = got[0] > 0 ? B / got[0] : 0;
-  params->dbias_heads = got[1] > 0 ? N / got[1] : 0;
+  params->dbias_batch = got[0];
+  params->dbias_num_heads = got[1];
   params->dbias_rows = has_rows ? 1 : kVisibilityBlock;
   params->dbias_keys = has_keys ? 1 : kVisibilityBlock;
   return ffi::Error::Success();

@@ -90,10 +90,11 @@ struct BackwardParams : AttentionParams {
   void* dv;  // [B, S, K, Hv]
 
   // Instead of these three, of the pass that gives it: sums of the gradient of bias or alibi_slopes, in lse's
-  // dtype. [B / batches, N / heads, T, S], each the sum over as many batch elements or heads; or, where the
-  // bias has no T or no S, [B, N, T / rows, S / keys] rounded up, with blocks of 64 of what it does not have.
+  // dtype. [B', N', T, S], each the sum over B / B' batch elements and N / N' heads; or, where the bias has
+  // no T or no S, [B, N, T / rows, S / keys] rounded up, with blocks of 64 of what it does not have.
   void* dbias;
-  int64_t dbias_batches, dbias_heads, dbias_rows, dbias_keys;
+  int64_t dbias_batch, dbias_num_heads;  // B', N'
+  int64_t dbias_rows, dbias_keys;
 
   // Workspace of the CUDA kernels.
   float* delta;     // [B, N, T rounded up to kStatsRows]: rowsum(dout * out) - dlse

@@ -19,7 +19,7 @@ struct BiasSumsTile {
   const BackwardParams& params;
   int m_start, n_start, m_end, n_end;  // ends within the lengths
   int64_t index;                       // of the sums' batch element and head
-  int first_head, end_batch, end_head;
+  int first_batch, end_batch, first_head, end_head;
 
   __device__ __forceinline__ BiasSumsTile(const BackwardParams& params, unsigned tile) : params(params) {
     const int seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
@@ -30,23 +30,23 @@ struct BiasSumsTile {
     m_end = min(m_start + kBlockM, seqlen_q);
     n_end = min(n_start + kBlockN, seqlen_kv);
     const unsigned sums = tile / n_blocks / m_blocks;
-    const unsigned heads = params.dbias_heads,
-                   heads_of_sums = static_cast<unsigned>(params.num_heads) / heads;
+    const unsigned sums_heads = params.dbias_num_heads;
+    const int heads = static_cast<int>(params.num_heads) / static_cast<int>(sums_heads);
+    const int batches = static_cast<int>(params.batch) / static_cast<int>(params.dbias_batch);
     index = sums;
-    end_batch = (sums / heads_of_sums + 1) * static_cast<int>(params.dbias_batches);
-    first_head = sums % heads_of_sums * heads;
+    first_batch = static_cast<int>(sums / sums_heads) * batches;
+    end_batch = heads > 0 ? first_batch + batches : first_batch;
+    first_head = static_cast<int>(sums % sums_heads) * heads;
     end_head = first_head + heads;
   }
 
   static int64_t count(const BackwardParams& params) {
-    return ceil_div(params.seqlen_q, kBlockM) * ceil_div(params.seqlen_kv, kBlockN) *
-           (params.batch / params.dbias_batches) * (params.num_heads / params.dbias_heads);
+    return ceil_div(params.seqlen_q, kBlockM) * ceil_div(params.seqlen_kv, kBlockN) * params.dbias_batch *
+           params.dbias_num_heads;
   }
 
   // The items that have a visible pair in the tile; exists() is false behind the last one.
-  __device__ __forceinline__ Item first() const {
-    return visible_from({end_batch - static_cast<int>(params.dbias_batches), first_head});
-  }
+  __device__ __forceinline__ Item first() const { return visible_from({first_batch, first_head}); }
   __device__ __forceinline__ Item next(const Item& item) const { return visible_from(successor(item)); }
   __device__ __forceinline__ bool exists(const Item& item) const { return item.batch < end_batch; }
 

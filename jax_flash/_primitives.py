@@ -275,8 +275,10 @@ def _call_partitioned(call: _Pass, inner: Primitive, *args: jax.Array, **params)
                 return results
             # What the kernel sums over batch elements and heads goes on over the devices that share them.
             parts = zip(result_shapes[0][num_batch_axes - 1 :][:2], (batch[-1], heads), strict=True)
-            axes = [axes for size, axes in parts if size == 1 and axes is not None]
-            return [jax.lax.psum(x, axes) if axes else x for x in results]
+            axes = [axis for size, axes in parts if size == 1 and axes for axis in _as_tuple(axes)]
+            # Under explicit sharding JAX would put shardings into the reduction, which XLA cannot compile.
+            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+                return [jax.lax.psum(x, axes) if axes else x for x in results]
 
         result_shardings = [sharding(*named) for named in named_results]
         return mesh, call_and_sum, result_shardings, tuple(sharding(*named) for named in named_shapes)
@@ -314,7 +316,11 @@ def _with_alike_batch_axes(name: str, x: jax.Array, batch_shape: tuple[int, ...]
 
 
 def _num_parts(mesh, axes) -> int:
-    return math.prod(mesh.shape[axis] for axis in (axes if isinstance(axes, tuple) else (axes,)) if axis)
+    return math.prod(mesh.shape[axis] for axis in _as_tuple(axes) if axis)
+
+
+def _as_tuple(axes) -> tuple:
+    return axes if isinstance(axes, tuple) else (axes,)
 
 
 def _divisible_spec(mesh, array) -> list:

@@ -1,6 +1,7 @@
 """The table of shapes and options that the tests run on every platform."""
 
 import dataclasses
+import itertools
 import zlib
 from typing import Any, NamedTuple
 
@@ -13,12 +14,19 @@ DTYPES = {
     "float32": np.float32,
     "float64": np.float64,
 }
-# Options that are arrays: operands of a jitted function, not part of the program.
+# Options that are arrays: operands of a jitted function, not part of the program. Of numbers in a tuple, with the
+# dtype here, or made by one of the classes below. Two are the tests' own names: `alibi` are the slopes of a bias,
+# `dropout_seed` stands for the key of the dropout.
 OPERANDS = {
     "query_seq_lengths": np.int32,
     "key_value_seq_lengths": np.int32,
     "query_offset": np.int32,
     "sinks": np.float32,
+    "alibi": np.float32,
+    "bias": None,
+    "mask": None,
+    "segment_ids": None,
+    "dropout_seed": np.int32,
 }
 
 
@@ -32,7 +40,7 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row: sizes, and options of flash_attention (arrays as tuples)."""
+    """One row: sizes, and options of flash_attention (arrays as tuples, or as what makes them)."""
 
     name: str
     batch: int = 2
@@ -63,10 +71,71 @@ class Case:
         """The options that belong to the program."""
         return {name: value for name, value in self.options if name not in OPERANDS}
 
-    @property
-    def operands(self) -> dict[str, np.ndarray]:
-        """The options that are arrays."""
-        return {name: np.asarray(x, OPERANDS[name]) for name, x in self.options if name in OPERANDS}
+    def operands(self, dtype: Any) -> dict[str, Any]:
+        """The options that are arrays, the same on every run; those of floating point may have the inputs' dtype."""
+
+        def make(name, x):
+            if hasattr(x, "make"):
+                return x.make(self, np.random.default_rng(zlib.crc32(f"{name} of {self}".encode())), dtype)
+            return np.asarray(x, OPERANDS[name])
+
+        return {name: make(name, x) for name, x in self.options if name in OPERANDS}
+
+
+def _shape(axes: str, case: Case) -> tuple[int, ...]:
+    sizes = {"B": case.batch, "N": case.num_heads, "T": case.seqlen_q, "S": case.seqlen_kv, "1": 1}
+    return tuple(sizes[letter] for letter in axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bias:
+    """Normal random numbers: `axes` are letters of [B, N, T, S], with 1 for an axis to broadcast."""
+
+    axes: str
+    magnitude: float = 1.0
+    dtype: str | None = None  # None: that of the inputs
+
+    def make(self, case: Case, rng: np.random.Generator, dtype: Any) -> np.ndarray:
+        x = self.magnitude * rng.standard_normal(_shape(self.axes, case))
+        return x.astype(dtype if self.dtype is None else DTYPES[self.dtype])
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """Random pairs, some rows and some keys of which are hidden altogether."""
+
+    axes: str
+    visible: float = 0.5  # the part of the pairs that is
+    blocks: int = 0  # not 0: blocks of this size that are hidden, visible and random in turn
+
+    def make(self, case: Case, rng: np.random.Generator, dtype: Any) -> np.ndarray:
+        shape = _shape(self.axes, case)
+        mask = rng.random(shape) < self.visible
+        row, column = (np.arange(size) for size in (1, *shape)[-2:])
+        if self.blocks:
+            turn = (row[:, None] // self.blocks + column // self.blocks) % 3
+            return (mask | (turn == 1)) & (turn != 0)
+        if self.axes[-2:-1] == "T":
+            mask[..., row % 19 == 5, :] = False
+        if self.axes[-1] == "S":
+            mask[..., column % 23 == 7] = False
+        return mask
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """Random ids, one array of them where T == S unless `pair`."""
+
+    ids: tuple[int, ...]
+    is_sorted: bool = True
+    pair: bool = False
+
+    def make(self, case: Case, rng: np.random.Generator, dtype: Any) -> np.ndarray | tuple[np.ndarray, ...]:
+        lengths = case.seqlen_q, case.seqlen_kv
+        ids = [rng.choice(np.array(self.ids, np.int32), (case.batch, length)) for length in lengths]
+        if self.is_sorted:
+            ids = [np.sort(x) for x in ids]
+        return tuple(ids) if self.pair or lengths[0] != lengths[1] else ids[0]
 
 
 def _case(name: str, *, batch=2, t=80, s=80, n=2, k=2, h=64, hv=None, magnitude=1.0, **options) -> Case:
@@ -185,4 +254,153 @@ CASES = [
         sinks=(0.3, 1.0, -1.0, 2.5, -4.0, 0.0),
         deterministic=True,
     ),
+    _case("bias", n=4, k=2, t=150, s=131, bias=Bias("1NTS")),
+    _case("bias of all", t=130, s=129, h=128, bias=Bias("BNTS", dtype="float32")),
+    _case("bias of batch and keys", s=97, n=3, k=3, bias=Bias("B11S")),
+    _case("bias of batch and rows", t=97, n=4, k=1, bias=Bias("B1T1")),
+    _case("bias of heads and rows", t=131, s=70, n=3, k=1, bias=Bias("NT1", dtype="float32")),
+    _case("bias of heads and keys", t=70, s=131, n=4, k=2, bias=Bias("N1S")),
+    _case("bias of batch and pairs", batch=3, s=101, n=4, bias=Bias("B1TS", dtype="float32")),
+    _case("bias of pairs", batch=3, t=65, s=67, bias=Bias("TS")),
+    _case("bias of keys", batch=3, s=99, h=256, bias=Bias("S")),
+    _case("bias of one", t=70, s=90, bias=Bias("1111")),
+    _case("bias, one query", t=1, s=201, n=4, bias=Bias("BNTS")),
+    _case("bias, one key", t=77, s=1, h=16, bias=Bias("1NTS")),
+    _case("bias, head dim 3", h=3, s=75, bias=Bias("1NTS")),
+    _case("bias, head dim 40", h=40, hv=72, t=90, s=133, bias=Bias("BNTS")),
+    _case("bias, head dim 256", batch=1, h=256, t=135, s=137, bias=Bias("BNTS")),
+    _case("bias, large", s=141, bias=Bias("1NTS", magnitude=20.0, dtype="float32")),
+    _case("bias, causal", t=200, s=195, bias=Bias("11TS"), is_causal=True),
+    _case("bias, soft cap", n=4, k=2, s=91, bias=Bias("BNTS", magnitude=3.0), logits_soft_cap=2.0),
+    _case("bias, sinks", n=4, k=2, bias=Bias("BN1S", dtype="float32"), sinks=(0.5, 2.0, -1.0, 4.0)),
+    _case(
+        "bias, window, lengths, offset",
+        t=150,
+        s=211,
+        bias=Bias("BNTS"),
+        local_window_size=(50, 9),
+        query_offset=(60, -20),
+        query_seq_lengths=(150, 101),
+        key_value_seq_lengths=(190, 211),
+    ),
+    _case("tiles, bias", batch=1, t=520, s=517, h=128, bias=Bias("1NTS", dtype="float32"), is_causal=True),
+    _case("alibi", t=150, s=131, n=4, k=2, alibi=(0.25, 0.0625, 0.0, -0.1)),
+    _case("alibi, head dim 256", t=70, s=131, h=256, alibi=(0.5, 0.1)),
+    _case(
+        "alibi, causal, offset",
+        t=70,
+        s=201,
+        n=4,
+        is_causal=True,
+        query_offset=(131, -5),
+        alibi=(0.5, 0.25, 0.125, 0.0625),
+    ),
+    _case("alibi, soft cap, sinks", s=99, logits_soft_cap=4.0, alibi=(0.1, 0.03), sinks=(1.0, -1.0)),
+    _case("tiles, alibi", batch=1, t=520, s=517, h=128, alibi=(0.2, 0.01), local_window_size=(300, 20)),
+    _case("mask", t=150, s=141, n=4, k=2, mask=Mask("BNTS")),
+    _case("mask of batch and keys", t=70, s=200, mask=Mask("B11S")),
+    _case("mask of rows", t=150, s=70, h=128, mask=Mask("T1")),
+    _case("mask of heads", n=8, k=2, s=97, mask=Mask("N11")),
+    _case("mask of heads and pairs", t=131, s=129, n=6, k=2, h=72, mask=Mask("1NTS", visible=0.1)),
+    _case("mask of nothing", t=100, s=90, mask=Mask("11", visible=0.0)),
+    _case("mask, few pairs", t=200, s=300, n=1, k=1, mask=Mask("TS", visible=0.003)),
+    _case("mask, causal", t=200, s=195, mask=Mask("B1TS", visible=0.7), is_causal=True),
+    _case(
+        "mask, window, lengths, offset",
+        t=150,
+        s=211,
+        mask=Mask("B1TS"),
+        local_window_size=(50, 9),
+        query_offset=(60, -20),
+        query_seq_lengths=(150, 101),
+        key_value_seq_lengths=(190, 211),
+    ),
+    _case("mask, sinks", t=131, mask=Mask("1NTS", visible=0.05), sinks=(0.5, -2.0)),
+    _case("tiles, mask", batch=1, t=520, s=517, n=2, k=1, mask=Mask("BNTS", blocks=256)),
+    _case("tiles, mask, causal", batch=1, t=520, s=520, h=128, mask=Mask("TS", blocks=64), is_causal=True),
+    _case("tiles, mask, head dim 256", batch=1, t=300, s=520, h=256, n=1, k=1, mask=Mask("TS", blocks=128)),
+    _case("segments", t=150, s=150, n=4, k=2, segment_ids=Segments((0, 1, 2))),
+    _case("segments of queries and keys", t=130, s=211, segment_ids=Segments((0, 1, 2, 3))),
+    _case("segments, unsorted", t=141, s=141, segment_ids=Segments((0, 1, 2, 3), is_sorted=False)),
+    _case(
+        "segments, any numbers",
+        t=97,
+        s=131,
+        h=128,
+        segment_ids=Segments((-(2**31), -7, -1, 2**31 - 1), is_sorted=False),
+    ),
+    _case("segments, a pair of one length", t=131, s=131, segment_ids=Segments((-1, 0, 5), pair=True)),
+    _case("segments, causal", t=199, s=199, segment_ids=Segments((0, 1, 2, 3)), is_causal=True),
+    _case(
+        "segments, lengths, sinks",
+        t=130,
+        s=130,
+        segment_ids=Segments((0, 1, 2)),
+        query_seq_lengths=(65, 127),
+        key_value_seq_lengths=(99, 63),
+        sinks=(1.0, -1.0),
+    ),
+    _case("tiles, segments", batch=1, t=520, s=520, h=128, segment_ids=Segments(tuple(range(5)))),
+    _case("tiles, segments, causal", t=520, s=520, segment_ids=Segments(tuple(range(4))), is_causal=True),
+    _case("dropout", t=150, s=131, n=4, k=2, dropout_rate=0.1, dropout_seed=0),
+    _case("dropout of most", s=97, dropout_rate=0.9, dropout_seed=1),
+    _case("dropout, causal", t=200, s=195, h=128, dropout_rate=0.5, dropout_seed=2, is_causal=True),
+    _case("dropout, head dim 40", h=40, hv=72, n=6, s=77, dropout_rate=0.3, dropout_seed=3),
+    _case("dropout, head dim 256", h=256, t=135, s=137, dropout_rate=0.2, dropout_seed=4),
+    _case(
+        "dropout, lengths, sinks",
+        t=130,
+        s=141,
+        dropout_rate=0.25,
+        dropout_seed=5,
+        query_seq_lengths=(65, 127),
+        key_value_seq_lengths=(99, 0),
+        sinks=(1.0, -1.0),
+    ),
+    _case("tiles, dropout", batch=1, t=520, s=517, h=128, dropout_rate=0.1, dropout_seed=6, is_causal=True),
+    _case(
+        "everything at once",
+        t=150,
+        s=211,
+        n=6,
+        k=2,
+        h=48,
+        hv=80,
+        scale=0.2,
+        is_causal=True,
+        local_window_size=(100, 3),
+        logits_soft_cap=3.0,
+        query_seq_lengths=(150, 101),
+        key_value_seq_lengths=(190, 211),
+        query_offset=(60, -20),
+        sinks=(0.3, 1.0, -1.0, 2.5, -4.0, 0.0),
+        bias=Bias("1NTS", dtype="float32"),
+        mask=Mask("B1TS", visible=0.9),
+        segment_ids=Segments((0, 1)),
+        dropout_rate=0.1,
+        dropout_seed=7,
+        deterministic=True,
+    ),
+]
+
+# What each option is in the table of its pairs.
+_PARTS: dict[str, dict[str, Any]] = {
+    "causal": dict(is_causal=True),
+    "window": dict(local_window_size=(70, 20)),
+    "offset": dict(is_causal=True, query_offset=(19, -30)),
+    "lengths of queries": dict(query_seq_lengths=(91, 64)),
+    "lengths of keys": dict(key_value_seq_lengths=(65, 117)),
+    "soft cap": dict(logits_soft_cap=1.5),
+    "sinks": dict(sinks=(0.5, -1.0, 3.0, 1.0)),
+    "groups": dict(k=2),
+    "bias": dict(bias=Bias("1NTS", dtype="float32")),
+    "alibi": dict(alibi=(0.25, 0.125, 0.0625, 0.01)),
+    "mask": dict(mask=Mask("BNTS", visible=0.7)),
+    "segments": dict(segment_ids=Segments((0, 1, 2))),
+    "dropout": dict(dropout_rate=0.2, dropout_seed=8),
+}
+PAIRS = [
+    _case(f"{a} and {b}", t=99, s=133, n=4, **({"k": 4, "h": 32} | _PARTS[a] | _PARTS[b]))
+    for a, b in itertools.combinations(_PARTS, 2)
+    if frozenset((a, b)) != {"bias", "alibi"}  # both are the bias
 ]

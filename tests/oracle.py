@@ -91,13 +91,21 @@ def attention(
     scale: float | None = None,
     logits_soft_cap: float | None = None,
     bias: Any = None,
+    alibi: Any = None,
     sinks: Any = None,
+    dropout_rate: float = 0.0,
+    keep: Any = None,
     arithmetic: Arithmetic = Arithmetic(),  # noqa: B008  (immutable)
     precision: Any = None,
     deterministic: bool = False,
+    gradients: dict[str, np.ndarray] | None = None,
     **mask_options: Any,
 ) -> Result:
-    """Attention of q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv]; with `dout` its gradients, too."""
+    """Attention of q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv]; with `dout` its gradients, too.
+
+    `alibi` are the slopes [N] of a bias; `keep` [B, N, T, S] is what dropout keeps. Those of the gradients that
+    belong to bias, alibi and sinks are written into `gradients`.
+    """
     del precision, deterministic  # they do not change the exact answer
     q, k, v = (
         np.moveaxis(np.asarray(x).astype(np.float64), 2, 1) for x in (q, k, v)
@@ -117,6 +125,10 @@ def attention(
         s = rounding(scale * rounding(operand(q) @ operand(k).swapaxes(-1, -2)))
         if bias is not None:
             s = rounding(s + np.asarray(bias).astype(np.float64))
+        if alibi is not None:
+            offset = np.asarray(mask_options.get("query_offset", 0), np.float64).reshape(-1, 1, 1, 1)
+            distance = np.abs(np.arange(seqlen_q)[:, None] + offset - np.arange(seqlen_kv))
+            s = rounding(s - np.asarray(alibi).astype(np.float64).reshape(-1, 1, 1) * distance)
         slope = 1.0
         if logits_soft_cap is not None:
             s = rounding(logits_soft_cap * np.tanh(s / logits_soft_cap))
@@ -131,8 +143,11 @@ def attention(
         total = e.sum(-1, keepdims=True) + np.exp(sink - top)
         lse = top + np.log(total)
         p = rounding(e / np.where(total == 0, 1.0, total))
+        # What dropout leaves of the probabilities, and of the gradients that come back to them.
+        kept = np.ones(1) if keep is None else np.where(keep, 1 / (1 - dropout_rate), 0.0)
+        dropped = rounding(kept * p)
         # A key that is not seen has no part in the row, whatever its value: 0 * NaN would be NaN.
-        out = rounding(product(p, v))
+        out = rounding(product(dropped, v))
         if dout is None:
             return Result(_heads_last(out), _heads_last(lse)[..., 0])
 
@@ -143,17 +158,25 @@ def attention(
             else np.moveaxis(np.asarray(dlse, np.float64), 2, 1)[..., None]
         )
         delta = (dout * out).sum(-1, keepdims=True) - np.where(np.isfinite(lse), dlse, 0.0)
-        ds = np.where(seen, p * (rounding(operand(dout) @ operand(v).swapaxes(-1, -2)) - delta) * slope, 0.0)
-        ds = rounding(ds)
+        dp = kept * rounding(operand(dout) @ operand(v).swapaxes(-1, -2))
+        ds = rounding(np.where(seen, p * (dp - delta) * slope, 0.0))
         dq = rounding(scale * product(ds, k))
         dk = scale * product(ds.swapaxes(-1, -2), q)
-        dv = product(p.swapaxes(-1, -2), dout)
+        dv = product(dropped.swapaxes(-1, -2), dout)
         dk, dv = (
             rounding(x.reshape(batch, num_kv_heads, group, seqlen_kv, x.shape[-1]).sum(2)) for x in (dk, dv)
         )
-    return Result(
+        if gradients is not None and bias is not None:
+            gradients["bias"] = rounding(_sum_to(ds, np.shape(bias)))
+        if gradients is not None and alibi is not None:
+            gradients["alibi"] = -(ds * distance).sum((0, 2, 3))
+    result = Result(
         _heads_last(out), _heads_last(lse)[..., 0], _heads_last(dq), _heads_last(dk), _heads_last(dv)
     )
+    if gradients is not None and sinks is not None:
+        dout, dlse = _heads_last(dout), _heads_last(dlse)[..., 0]
+        gradients["sinks"] = sinks_gradient(result, dout, np.where(np.isfinite(result.lse), dlse, 0.0), sinks)
+    return result
 
 
 def sinks_gradient(result: Result, dout: np.ndarray, dlse: np.ndarray, sinks: np.ndarray) -> np.ndarray:
@@ -161,6 +184,43 @@ def sinks_gradient(result: Result, dout: np.ndarray, dlse: np.ndarray, sinks: np
     dout, out = (np.asarray(x).astype(np.float64) for x in (dout, result.out))
     delta = (dout * out).sum(-1) - dlse  # [B, T, N]
     return -(np.exp(np.asarray(sinks) - result.lse) * delta).sum((0, 1))
+
+
+def _sum_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Sum over the axes along which an array of `shape` is broadcast to x."""
+    own = (1,) * (x.ndim - len(shape)) + shape
+    axes = tuple(axis for axis in range(x.ndim) if own[axis] == 1)
+    return x.sum(axes, keepdims=True).reshape(shape)
+
+
+def philox(counter: Any, key: Any) -> np.ndarray:
+    """Philox4x32-10 of counters [..., 4] and keys [..., 2]: uint32 [..., 4]."""
+    c, k = (np.moveaxis(np.asarray(x).astype(np.uint64), -1, 0) for x in (counter, key))
+    low = np.uint64(2**32 - 1)
+    for _ in range(10):
+        a, b = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        c = [(b >> np.uint64(32)) ^ c[1] ^ k[0], b & low, (a >> np.uint64(32)) ^ c[3] ^ k[1], a & low]
+        k = [(x + np.uint64(step)) & low for x, step in zip(k, (0x9E3779B9, 0xBB67AE85), strict=True)]
+    return np.stack(c, -1).astype(np.uint32)
+
+
+def keep(seeds: Any, rate: float, seqlen_q: int, seqlen_kv: int) -> np.ndarray:
+    """What dropout keeps: bool [B, N, T, S], of seeds [B, N, 3], Philox's key and the number of the head.
+
+    Each call of Philox decides about 8 pairs of a 16 x 16 tile: rows r and r + 8, columns c, c + 1, c + 8, c + 9.
+    """
+    seeds = np.asarray(seeds)
+    (tile_row, r), (tile_column, c) = (np.divmod(np.arange(size), 16) for size in (seqlen_q, seqlen_kv))
+    shape = (*seeds.shape[:-1], seqlen_q, seqlen_kv)
+    counter = np.zeros((*shape, 4), np.uint64)
+    counter[..., 0] = (8 * tile_row + r % 8)[:, None]
+    counter[..., 1] = 4 * tile_column + c % 8 // 2
+    counter[..., 2] = seeds[..., 2, None, None]
+    words = philox(counter, np.broadcast_to(seeds[..., None, None, :2], (*shape, 2)))
+    which = np.broadcast_to((2 * (r // 8))[:, None] + c // 8, shape)
+    word = np.take_along_axis(words, which[..., None], -1)[..., 0]
+    half = (word >> (16 * (c % 2)).astype(np.uint32)) & np.uint32(0xFFFF)
+    return half >= round(rate * 2**16)
 
 
 def _product(weights: np.ndarray, values: np.ndarray) -> np.ndarray:

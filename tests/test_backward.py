@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, DTYPES
+from cases import CASES, DTYPES, PAIRS
 
 import jax_flash
 
@@ -14,17 +14,31 @@ import jax_flash
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_is_close_to_exact(case, kind, platform):
     dtype, precision, rule = harness.KINDS[platform][kind]
-    got = harness.run(case, dtype, precision=precision)
+    got, gradients = harness.run_with_operands(case, dtype, precision=precision)
     assert {got.dq.dtype, got.dk.dtype, got.dv.dtype} == {np.dtype(DTYPES[dtype])}
     harness.check(got, case, dtype, rule)
+    harness.check_operands(gradients, case, dtype, rule)
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_pair_of_options_is_close_to_exact(case, platform):
+    for dtype, precision, rule in harness.KINDS[platform]:
+        if dtype in ("bfloat16", "float32"):
+            got, gradients = harness.run_with_operands(case, dtype, precision=precision)
+            harness.check(got, case, dtype, rule)
+            harness.check_operands(gradients, case, dtype, rule)
 
 
 @pytest.mark.parametrize("kind", range(4))
-@pytest.mark.parametrize("name", ["causal blocks", "groups of 8", "lengths", "everything"])
+@pytest.mark.parametrize(
+    "name", ["causal blocks", "groups of 8", "lengths", "everything", "bias", "tiles, mask", "dropout"]
+)
 def test_deterministic_is_as_close(name, kind, platform):
     (case,) = [case for case in CASES if case.name == name]
     dtype, precision, rule = harness.KINDS[platform][kind]
-    harness.check(harness.run(case, dtype, precision=precision, deterministic=True), case, dtype, rule)
+    got, gradients = harness.run_with_operands(case, dtype, precision=precision, deterministic=True)
+    harness.check(got, case, dtype, rule)
+    harness.check_operands(gradients, case, dtype, rule)
 
 
 def test_without_the_gradient_of_lse(platform):

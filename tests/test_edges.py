@@ -59,6 +59,41 @@ def test_empty(sizes, dtype, implementation, platform):
         np.testing.assert_array_equal(x, -np.inf if name == "lse" else 0.0)
 
 
+@pytest.mark.parametrize("slopes", [False, True], ids=["bias", "slopes"])
+@pytest.mark.parametrize("implementation", [None, "xla"], ids=["fused", "xla"])
+@pytest.mark.parametrize("sizes", EMPTY.values(), ids=EMPTY.keys())
+def test_empty_with_arrays(sizes, implementation, slopes, platform):
+    b, t, s, n, k = sizes
+    args = random(b, t, n, 8), random(b, s, k, 8), random(b, s, k, 5)
+    options = dict(
+        mask=np.ones((b, 1, t, s), bool),
+        segment_ids=(np.zeros((b, t), np.int32), np.zeros((b, s), np.int32)),
+        dropout_rate=0.5,
+        dropout_rng=jax.random.key(0),
+    )
+
+    @jax.jit
+    def f(q, k, v, bias):
+        def call(q, k, v, bias):
+            return jax_flash.flash_attention(
+                q, k, v, bias, return_residual=True, implementation=implementation, **options
+            )
+
+        (out, lse), vjp = jax.vjp(call, q, k, v, bias)
+        return out, lse, *vjp((jnp.ones_like(out), jnp.zeros_like(lse)))
+
+    for shape in [(n,)] if slopes else [(b, n, t, s), (1, n, t, s), (b, 1, 1, s), (n, t, 1), (1, 1, 1, 1)]:
+        x = random(*shape)
+        out, lse, *gradients = f(*args, jax_flash.Alibi(x) if slopes else x)
+        assert (out.shape, lse.shape) == ((b, t, n, 5), (b, t, n))
+        np.testing.assert_array_equal(out, 0.0)
+        np.testing.assert_array_equal(lse, -np.inf)
+        gradients = jax.tree.leaves(gradients)
+        assert [x.shape for x in gradients] == [*(x.shape for x in args), shape]
+        for gradient in gradients:
+            np.testing.assert_array_equal(gradient, 0.0)
+
+
 @pytest.mark.parametrize(
     "sizes", [(70_000, 1, 2, 1, 1), (1, 1, 2, 70_000, 70_000), (1, 2, 2, 70_000, 1)], ids=str
 )
@@ -77,6 +112,31 @@ def test_more_than_65535(sizes, platform):
         # The gradients of one key head sum over all 70,000 query heads.
         terms = t * n // max(k, 1) if name in ("dk", "dv") else s
         assert_close(getattr(got, name), getattr(want, name), "float32", num_keys=terms, name=name)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(70_000, 1, 2, 1, 1), (1, 1, 2, 70_000, 70_000), (1, 2, 2, 70_000, 1)], ids=str
+)
+def test_more_than_65535_with_arrays(sizes, platform):
+    """The same with a bias, a mask and segments, which have grids of their own."""
+    b, t, s, n, k = sizes
+    q, k, v, dout = (
+        random(*shape, seed=seed)
+        for seed, shape in enumerate([(b, t, n, 4), (b, s, k, 4), (b, s, k, 4), (b, t, n, 4)])
+    )
+    bias, rng = random(b, n, t, s, seed=4), np.random.default_rng(5)
+    ids = tuple(rng.integers(0, 2, (b, length)).astype(np.int32) for length in (t, s))
+    options = dict(mask=rng.random((b, n, t, s)) < 0.7, segment_ids=ids)
+
+    @jax.jit
+    def gradients(q, k, v, bias, options):
+        attention = functools.partial(jax_flash.flash_attention, precision="highest", **options)
+        return jax.vjp(attention, q, k, v, bias)[1](jnp.asarray(dout))
+
+    got, of_bias = gradients(q, k, v, bias, options), {}
+    want = oracle.attention(q, k, v, dout, bias=bias, gradients=of_bias, **options)
+    for name, a, b in zip(("dq", "dk", "dv", "dbias"), got, (*want[2:], of_bias["bias"]), strict=True):
+        assert_close(a, b, "float32", num_keys=max(s, t * n // k.shape[2]), name=name)
 
 
 def test_head_dims_without_a_limit_on_the_cpu():
@@ -241,10 +301,21 @@ REPEATED = [
     (333, 500, 4, 1, 96, 80, dict(is_causal=True, query_offset=167)),
     (300, 300, 8, 2, 256, 256, dict(is_causal=True)),
     (130, 400, 16, 16, 192, 128, dict()),
+    (300, 300, 16, 16, 64, 64, dict(segment_ids=np.sort(random(2, 300), 1).astype(np.int32))),
+    (
+        200,
+        700,
+        12,
+        3,
+        128,
+        128,
+        dict(bias=random(1, 12, 200, 700), dropout_rate=0.1, dropout_rng=jax.random.key(0)),
+    ),
+    (333, 500, 4, 1, 128, 128, dict(mask=random(2, 1, 333, 500) > 0)),
 ]
 
 
-@pytest.mark.parametrize("shape", REPEATED, ids=str)
+@pytest.mark.parametrize("shape", REPEATED, ids=lambda shape: f"{shape[:6]} {'+'.join(shape[6])}")
 def test_deterministic_gradients_repeat_under_load(shape, platform):
     """A large product before each call takes the clock down and the caches away."""
     t, s, n, k, h, hv, options = shape

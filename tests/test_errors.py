@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jax_flash
+from jax_flash import Alibi
 
 Q, K, V = (jnp.zeros((2, 4, 6, 8)), jnp.zeros((2, 5, 3, 8)), jnp.zeros((2, 5, 3, 8)))
 
@@ -116,6 +117,24 @@ CALLS = {
     "bias of another shape": (dict(bias=f32(4, 6)), ValueError, "bias", "[2, 6, 4, 5]", "[4, 6]"),
     "integer bias": (dict(bias=i32(4, 5)), TypeError, "bias", "float", "int32"),
     "bias is a number": (dict(bias=1.0), TypeError, "bias", "array", "float"),
+    "bool bias": (dict(bias=boolean(4, 5)), TypeError, "bias", "float", "bool"),
+    "bias of key heads": (
+        dict(bias=f32(1, 3, 4, 5)), ValueError, "bias", "[2, 6, 4, 5]", "[1, 3, 4, 5]",
+    ),
+    "bias of another batch": (
+        dict(bias=f32(3, 1, 4, 5)), ValueError, "bias", "[2, 6, 4, 5]", "[3, 1, 4, 5]",
+    ),
+    "list of biases": (dict(bias=[1.0]), TypeError, "bias", "array", "list"),
+    "slopes of key heads": (dict(bias=Alibi(f32(3))), ValueError, "slopes", "[6]", "[3]"),
+    "slopes of rank 2": (dict(bias=Alibi(f32(2, 6))), ValueError, "slopes", "[6]", "[2, 6]"),
+    "one slope": (dict(bias=Alibi(f32())), ValueError, "slopes", "[6]", "[]"),
+    "integer slopes": (dict(bias=Alibi(i32(6))), TypeError, "slopes", "float", "int32"),
+    "list of slopes": (dict(bias=Alibi([1.0] * 6)), TypeError, "slopes", "array", "list"),
+    "integer mask": (dict(mask=i32(4, 5)), TypeError, "mask", "bool", "int32"),
+    "mask is a bool": (dict(mask=True), TypeError, "mask", "array", "bool"),
+    "mask of rank 5": (
+        dict(mask=boolean(1, 2, 6, 4, 5)), ValueError, "mask", "[2, 6, 4, 5]", "[1, 2, 6, 4, 5]",
+    ),
     "float mask": (dict(mask=f32(4, 5)), TypeError, "mask", "bool", "float32"),
     "mask of another shape": (
         dict(mask=boolean(2, 3, 4, 5)), ValueError, "mask", "[2, 6, 4, 5]", "[2, 3, 4, 5]",
@@ -123,11 +142,34 @@ CALLS = {
     "segments of one for T != S": (dict(segment_ids=i32(2, 4)), ValueError, "segment_ids", "pair", "4"),
     "float segments": (dict(segment_ids=(f32(2, 4), f32(2, 5))), TypeError, "segment_ids", "int32", "float32"),
     "segments of rank 1": (dict(segment_ids=(i32(2), i32(2))), ValueError, "segment_ids", "[2, 4]", "[2]"),
+    "segments of three": (dict(segment_ids=(i32(2, 4),) * 3), ValueError, "segment_ids", "pair", "3"),
+    "segments of another batch": (
+        dict(segment_ids=(i32(2, 4), i32(1, 5))), ValueError, "segment_ids", "[2, 5]", "[1, 5]",
+    ),
+    "segments of heads": (
+        dict(segment_ids=(i32(2, 4, 6), i32(2, 5, 3))), ValueError, "segment_ids", "[2, 4]", "[2, 4, 6]",
+    ),
+    "segments are a list of numbers": (dict(segment_ids=[1, 1]), TypeError, "segment_ids", "array", "int"),
     "sinks of key heads": (dict(sinks=f32(3)), ValueError, "sinks", "[6]", "[3]"),
     "integer sinks": (dict(sinks=i32(6)), TypeError, "sinks", "float", "int32"),
     "dropout without a key": (dict(dropout_rate=0.1), ValueError, "dropout_rng", "dropout_rate", "None"),
     "dropout of all": (dict(dropout_rate=1.0, dropout_rng=RNG), ValueError, "dropout_rate", "below 1", "1.0"),
     "dropout negative": (dict(dropout_rate=-0.1, dropout_rng=RNG), ValueError, "dropout_rate", "at least 0", "-0.1"),
+    "dropout is NaN": (
+        dict(dropout_rate=float("nan"), dropout_rng=RNG), ValueError, "dropout_rate", "finite", "nan",
+    ),
+    "dropout is a bool": (dict(dropout_rate=True, dropout_rng=RNG), TypeError, "dropout_rate", "number", "True"),
+    "key is an int": (dict(dropout_rate=0.1, dropout_rng=3), TypeError, "dropout_rng", "array", "int"),
+    "key of floats": (
+        dict(dropout_rate=0.1, dropout_rng=f32(2)), TypeError, "dropout_rng", "PRNG key", "float32",
+    ),
+    "several keys": (
+        dict(dropout_rate=0.1, dropout_rng=jax.random.split(RNG, 3)), ValueError, "dropout_rng", "single", "[3]",
+    ),
+    "several raw keys": (
+        dict(dropout_rate=0.1, dropout_rng=jnp.zeros((3, 2), jnp.uint32)),
+        ValueError, "dropout_rng", "single", "[3, 2]",
+    ),
     "dropout is a string": (dict(dropout_rate="0.1"), TypeError, "dropout_rate", "number", "'0.1'"),
 }  # fmt: skip
 
@@ -206,6 +248,17 @@ def test_lengths_without_a_batch_axis(shape):
     with pytest.raises(ValueError, match="query_seq_lengths") as error:
         call(dict(query=Q[0], key=K[0], value=V[0], query_seq_lengths=i32(*shape)))
     assert_says(error.value, ("query_seq_lengths", "scalar", str(list(shape))))
+
+
+@pytest.mark.parametrize(
+    ("name", "x"),
+    [("bias", f32(1, 6, 4, 5)), ("mask", boolean(2, 6, 4, 5)), ("segment_ids", (i32(1, 4), i32(1, 5)))],
+    ids=["bias", "mask", "segment_ids"],
+)
+def test_arrays_without_a_batch_axis(name, x):
+    with pytest.raises(ValueError, match=name) as error:
+        call(dict(query=Q[0], key=K[0], value=V[0]) | {name: x})
+    assert_says(error.value, (name, "[4]" if name == "segment_ids" else "[N, T, S] = [6, 4, 5]"))
 
 
 def test_float64_without_x64_is_float32():

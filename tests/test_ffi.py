@@ -8,19 +8,21 @@ import pytest
 
 import jax_flash
 
-F32, BF16, I32 = jnp.float32, jnp.bfloat16, jnp.int32
+F32, BF16, I32, U32, BOOL = jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32, jnp.bool_
 OPTIONS = dict(
     scale=np.float64(0.5),
     is_causal=np.bool_(False),
     window_left=np.int64(-1),
     window_right=np.int64(-1),
     logits_soft_cap=np.float64(0.0),
+    dropout_rate=np.float64(0.0),
     precision=np.int64(2),
     deterministic=np.bool_(True),
     operands="",
 )
 FORWARD = ["q", "k", "v"], ["out", "lse"]
 BACKWARD = ["q", "k", "v", "out", "lse", "dout"], ["dq", "dk", "dv"]
+BACKWARD_BIAS = BACKWARD[0], ["dbias"]
 WORKSPACE = {"cpu": [], "cuda": ["delta", "lse_log2"]}
 SHAPES = {
     **dict.fromkeys(["q", "dq"], (2, 4, 6, 8)),
@@ -30,21 +32,42 @@ SHAPES = {
     **dict.fromkeys(["lse", "dlse"], (2, 4, 6)),
     **dict.fromkeys(["delta", "lse_log2"], (2, 6, 128)),
     **dict.fromkeys(["lengths"], (2,)),
+    **dict.fromkeys(["bias", "mask", "dbias"], (2, 6, 4, 5)),
+    "slopes": (2, 6),
+    "query_ids": (2, 4),
+    "key_ids": (2, 5),
+    "seeds": (2, 6, 3),
 }
+DTYPES = {"query_ids": I32, "key_ids": I32, "mask": BOOL, "seeds": U32}
 
 
 def call(target: str, platform: str, *, replace=None, extra=(), drop=0, drop_results=0, **options):
     """Call a target with arrays of zeros; `replace` gives other shapes or dtypes by name."""
-    args, results = FORWARD if target == "jax_flash_forward" else BACKWARD
-    if target == "jax_flash_backward":
+    args, results = {
+        "jax_flash_forward": FORWARD,
+        "jax_flash_backward": BACKWARD,
+        "jax_flash_backward_bias": BACKWARD_BIAS,
+    }[target]
+    if target != "jax_flash_forward":
         results = results + WORKSPACE[platform]
-    types = {name: (SHAPES[name], F32) for name in [*args, *results, *extra]} | (replace or {})
+    types = {name: (SHAPES[name], DTYPES.get(name, F32)) for name in [*args, *results, *extra]} | (
+        replace or {}
+    )
     args = [*args, *extra]
     args = [jnp.zeros(*types[name]) for name in args[: len(args) - drop]]
     results = [jax.ShapeDtypeStruct(*types[name]) for name in results[: len(results) - drop_results]]
     attributes = {name: x for name, x in (OPTIONS | options).items() if x is not None}
     return jax.block_until_ready(
         jax.jit(lambda *args: jax.ffi.ffi_call(target, results)(*args, **attributes))(*args)
+    )
+
+
+def operand(name: str, names: str, shape=None, dtype=None) -> dict:
+    """A call with one operand, of a wrong type."""
+    return dict(
+        extra=[name],
+        operands=names,
+        replace={name: (shape or SHAPES[name], dtype or DTYPES.get(name, F32))},
     )
 
 
@@ -73,7 +96,26 @@ BAD_FORWARD = {
         LENGTHS | dict(replace={"lengths": ((3,), I32)}), "key_value_seq_lengths must be int32",
     ),
     "float lengths": (LENGTHS, "key_value_seq_lengths must be int32 .* got float32"),
-    "unknown operand": (dict(extra=["lengths"], operands="bias"), "bias"),
+    "unknown operand": (dict(extra=["lengths"], operands="biases"), "biases"),
+    "bias of another shape": (operand("bias", "bias", (2, 6, 5, 4)), "bias must be broadcastable to"),
+    "bias of key heads": (operand("bias", "bias", (2, 3, 4, 5)), "bias must be broadcastable to"),
+    "bias of rank 3": (operand("bias", "bias", (6, 4, 5)), "bias must be broadcastable to"),
+    "integer bias": (operand("bias", "bias", dtype=I32), "bias must .* got int32"),
+    "bias is missing": (dict(operands="bias"), "no argument for bias"),
+    "mask of another shape": (operand("mask", "mask", (2, 6, 4, 4)), "mask must be broadcastable to"),
+    "float mask": (operand("mask", "mask", dtype=F32), "mask must .* got float32"),
+    "slopes of key heads": (operand("slopes", "alibi_slopes", (2, 3)), "alibi_slopes must be float32 of shape"),
+    "slopes of bfloat16": (operand("slopes", "alibi_slopes", dtype=BF16), "alibi_slopes must be float32"),
+    "ids of queries alone": (operand("query_ids", "query_segment_ids"), "must come together"),
+    "ids of keys alone": (operand("key_ids", "key_value_segment_ids"), "must come together"),
+    "ids of another length": (
+        operand("query_ids", "query_segment_ids", (2, 5)), "query_segment_ids must be int32 of shape",
+    ),
+    "float ids": (operand("key_ids", "key_value_segment_ids", dtype=F32), "key_value_segment_ids must be int32"),
+    "two words of seeds": (operand("seeds", "dropout_seeds", (2, 6, 2)), "dropout_seeds must be uint32 of shape"),
+    "signed seeds": (operand("seeds", "dropout_seeds", dtype=I32), "dropout_seeds must be uint32"),
+    "dropout of all": (dict(dropout_rate=np.float64(1.0)), "dropout_rate"),
+    "dropout is NaN": (dict(dropout_rate=np.float64("nan")), "dropout_rate"),
     "scale is NaN": (dict(scale=np.float64("nan")), "scale"),
     "scale is an integer": (dict(scale=np.int64(1)), "scale"),
     "window -2": (dict(window_left=np.int64(-2)), "window_left"),
@@ -99,6 +141,21 @@ BAD_BACKWARD = {
 }  # fmt: skip
 
 
+BIAS = dict(extra=["bias"], operands="bias")
+BAD_BACKWARD_BIAS = {
+    "dbias of another length": (BIAS | dict(replace={"dbias": ((2, 6, 4, 4), F32)}), "dbias"),
+    "dbias of key heads": (BIAS | dict(replace={"dbias": ((2, 3, 4, 5), F32)}), "dbias"),
+    "dbias of 3 batch elements": (BIAS | dict(replace={"dbias": ((3, 6, 4, 5), F32)}), "dbias"),
+    "dbias of rank 3": (BIAS | dict(replace={"dbias": ((6, 4, 5), F32)}), "dbias"),
+    "dbias of another dtype": (BIAS | dict(replace={"dbias": ((2, 6, 4, 5), BF16)}), "dbias"),
+    "dout of another shape": (
+        BIAS | dict(replace={"dout": ((2, 4, 6, 8), F32)}),
+        "dout must be float32 of shape",
+    ),
+    "bias is missing": (dict(operands="bias"), "no argument for bias"),
+}
+
+
 def assert_alive(platform: str) -> None:
     """A good call still works."""
     out, lse = call("jax_flash_forward", platform)
@@ -106,6 +163,7 @@ def assert_alive(platform: str) -> None:
     np.testing.assert_allclose(lse, np.log(5), rtol=1e-6)
     for x in call("jax_flash_backward", platform)[:3]:
         np.testing.assert_array_equal(x, 0.0)
+    np.testing.assert_array_equal(call("jax_flash_backward_bias", platform, **BIAS)[0], 0.0)
 
 
 @pytest.mark.parametrize("row", BAD_FORWARD.values(), ids=BAD_FORWARD.keys())
@@ -121,6 +179,14 @@ def test_bad_backward_call(row, platform):
     changes, message = row
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         call("jax_flash_backward", platform, **changes)
+    assert_alive(platform)
+
+
+@pytest.mark.parametrize("row", BAD_BACKWARD_BIAS.values(), ids=BAD_BACKWARD_BIAS.keys())
+def test_bad_call_for_the_gradient_of_a_bias(row, platform):
+    changes, message = row
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        call("jax_flash_backward_bias", platform, **changes)
     assert_alive(platform)
 
 
@@ -169,7 +235,7 @@ def test_workspace_of_16_bits(cuda):
     assert_alive(cuda)
 
 
-@pytest.mark.parametrize("target", ["jax_flash_forward", "jax_flash_backward"])
+@pytest.mark.parametrize("target", ["jax_flash_forward", "jax_flash_backward", "jax_flash_backward_bias"])
 def test_more_than_the_cuda_kernels_do(target, cuda):
     shapes = {name: (*shape[:3], 264) for name, shape in SHAPES.items() if len(shape) == 4}
     with pytest.raises(jax.errors.JaxRuntimeError, match="256"):
@@ -180,4 +246,4 @@ def test_more_than_the_cuda_kernels_do(target, cuda):
 
 
 def test_names_of_the_targets():
-    assert jax_flash.ffi_targets() == ("jax_flash_backward", "jax_flash_forward")
+    assert jax_flash.ffi_targets() == ("jax_flash_backward", "jax_flash_backward_bias", "jax_flash_forward")

@@ -11,18 +11,39 @@ import pytest
 pytest.importorskip("flax", reason="flax is an optional dependency")
 
 from flax import linen, nnx
+from jax.test_util import check_grads
 
+import jax_flash
 import jax_flash.flax
 
 attention_fn = jax_flash.flax.attention_fn
 X = np.random.default_rng(0).standard_normal((2, 7, 12)).astype(np.float32)
 MEMORY = np.random.default_rng(1).standard_normal((2, 9, 12)).astype(np.float32)
 CAUSAL = np.tril(np.ones((1, 1, 7, 7), bool))
+TOKENS = np.array([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 0, 0, 0, 0]])  # 0 is padding
+RANDOM = np.random.default_rng(2).random((2, 4, 7, 7)) < 0.5
+
+# Masks of X as a layer is called with them, made by linen's or nnx's own helpers. Each query sees some key.
+MASKS = {
+    "causal": lambda flax: flax.make_causal_mask(TOKENS),
+    "padding": lambda flax: flax.make_attention_mask(np.ones_like(TOKENS), TOKENS > 0, dtype=jnp.bfloat16),
+    "causal and padding": lambda flax: flax.combine_masks(
+        flax.make_causal_mask(TOKENS), flax.make_attention_mask(np.ones_like(TOKENS), TOKENS > 0), dtype=bool
+    ),
+    "one for each head": lambda flax: jnp.asarray(RANDOM | np.eye(7, dtype=bool), jnp.int32),
+    "one for all": lambda flax: jnp.asarray(CAUSAL),
+    "of keys": lambda flax: jnp.asarray(TOKENS[:, None, None] > 0, jnp.float32),
+}
 
 
 def assert_trees_close(got, want) -> None:
     assert jax.tree.structure(got) == jax.tree.structure(want)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
+
+
+def with_bias(fn, bias):
+    """Flax's layers pass no bias, so a partial does."""
+    return functools.partial(fn, bias=bias)
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +62,12 @@ def linen_layer(fn=None, **options) -> linen.Module:
     return linen.MultiHeadDotProductAttention(num_heads=4, qkv_features=32, **options)
 
 
-def linen_results(layer: linen.Module, *inputs, **call):
-    """Output, and gradients with respect to parameters and inputs."""
+def linen_results(layer: linen.Module, *inputs, rows=1, **call):
+    """Output, and gradients with respect to parameters and inputs, of the rows that count."""
     params = linen_layer().init(jax.random.key(0), *inputs)
 
     def loss(params, inputs):
-        y = layer.apply(params, *inputs, **call)
+        y = layer.apply(params, *inputs, **call) * rows
         return jnp.sum(jnp.sin(y)), y
 
     return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, inputs)
@@ -79,22 +100,108 @@ def test_linen_deterministic_dropout(platform):
     assert_trees_close(linen_results(layer, X, deterministic=True), linen_results(linen_layer(), X))
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_linen_refuses_a_mask(jit, platform):
-    params = linen_layer().init(jax.random.key(0), X)
-    layer = linen_layer(attention_fn)
-    apply = jax.jit(layer.apply) if jit else layer.apply
-    with pytest.raises(NotImplementedError, match="mask"):
-        apply(params, X, mask=linen.make_causal_mask(X[..., 0]))
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_linen_mask(mask, platform):
+    mask = mask(linen)
+    assert_trees_close(
+        linen_results(linen_layer(attention_fn), X, mask=mask), linen_results(linen_layer(), X, mask=mask)
+    )
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_linen_refuses_dropout(jit, platform):
+def test_linen_mask_of_other_lengths(platform):
+    mask = linen.make_attention_mask(np.ones((2, 7)), np.arange(9) < np.array([[9], [4]]))
+    got = linen_results(linen_layer(attention_fn), X, MEMORY, mask=mask)
+    assert_trees_close(got, linen_results(linen_layer(), X, MEMORY, mask=mask))
+
+
+def test_linen_padding_of_queries(platform):
+    """Padding that sees nothing is 0 here and the mean of the values in flax: a loss has to leave it out."""
+    mask = linen.combine_masks(
+        linen.make_attention_mask(TOKENS > 0, TOKENS > 0), linen.make_causal_mask(TOKENS)
+    )
+    rows = (TOKENS > 0)[..., None]
+    got = linen_results(linen_layer(attention_fn), X, mask=mask, rows=rows)
+    assert_trees_close(got, linen_results(linen_layer(), X, mask=mask, rows=rows))
+
+
+def test_linen_causal_with_a_mask(platform):
+    padding = MASKS["padding"](linen)
+    layer = linen_layer(functools.partial(attention_fn, is_causal=True))
+    want = linen_results(linen_layer(), X, mask=linen.combine_masks(padding, linen.make_causal_mask(TOKENS)))
+    assert_trees_close(linen_results(layer, X, mask=padding), want)
+
+
+def test_linen_batch_axes(platform):
+    x = np.random.default_rng(3).standard_normal((2, 3, 7, 12)).astype(np.float32)
+    mask = linen.make_causal_mask(TOKENS[0], extra_batch_dims=2)  # [1, 1, 1, 7, 7]
+    got = linen_results(linen_layer(attention_fn), x, mask=mask)
+    assert_trees_close(got, linen_results(linen_layer(), x, mask=mask))
+
+
+def test_linen_without_batch(platform):
+    mask = linen.make_causal_mask(TOKENS[0])  # [1, 7, 7]
+    got = linen_results(linen_layer(attention_fn), X[0], mask=mask)
+    assert_trees_close(got, linen_results(linen_layer(), X[0], mask=mask))
+
+
+@pytest.mark.parametrize("mask", [None, MASKS["of keys"](linen)], ids=["no mask", "mask"])
+def test_linen_decoding(mask, platform):
+    """One position at a time, on a cache: flax's own outputs, which are those of a causal layer."""
+
+    def outputs(fn=None):
+        layer = linen_layer(fn, decode=True)
+        variables = linen_layer(decode=True).init(jax.random.key(0), X)
+
+        @jax.jit
+        def step(variables, x):
+            y, changed = layer.apply(variables, x, mask=mask, mutable=["cache"])
+            return variables | changed, y
+
+        ys = []
+        for t in range(X.shape[1]):
+            variables, y = step(variables, X[:, t : t + 1])
+            ys.append(y)
+        return jnp.concatenate(ys, axis=1)
+
+    got = outputs(attention_fn)
+    assert_trees_close(got, outputs())
+    causal = linen.combine_masks(linen.make_causal_mask(TOKENS), mask)
+    assert_trees_close(got, linen_results(linen_layer(), X, mask=causal)[0][1])
+
+
+def test_linen_decoding_refuses_is_causal(platform):
+    layer = linen_layer(functools.partial(attention_fn, is_causal=True), decode=True)
+    variables = linen_layer(decode=True).init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match=r"is_causal .*decoding"):
+        layer.apply(variables, X[:, :1], mutable=["cache"])
+
+
+def test_linen_dropout(platform):
+    """It is off and on as in flax, and the key that flax makes decides."""
     params = linen_layer().init(jax.random.key(0), X)
     layer = linen_layer(attention_fn, dropout_rate=0.5)
-    apply = functools.partial(layer.apply, deterministic=False, rngs={"dropout": jax.random.key(1)})
-    with pytest.raises(NotImplementedError, match="dropout"):
-        (jax.jit(apply) if jit else apply)(params, X)
+
+    @functools.partial(jax.jit, static_argnames="deterministic")
+    def apply(seed, deterministic=False):
+        return layer.apply(params, X, deterministic=deterministic, rngs={"dropout": jax.random.key(seed)})
+
+    off = linen_layer().apply(params, X)
+    assert_trees_close(apply(0, deterministic=True), off)
+    np.testing.assert_array_equal(apply(1), apply(1))
+    assert np.abs(apply(1) - apply(2)).max() > 1e-2
+    assert np.abs(apply(1) - off).max() > 1e-2
+
+
+def test_linen_dropout_gradients(platform):
+    """Those of the function that has the same pairs dropped: with one key, the output is smooth."""
+    params = linen_layer().init(jax.random.key(0), X)
+    layer = linen_layer(attention_fn, dropout_rate=0.3, deterministic=False)
+
+    @jax.jit
+    def f(params, x):
+        return layer.apply(params, x, mask=CAUSAL, rngs={"dropout": jax.random.key(1)})
+
+    check_grads(f, (params, X), order=1, modes=["rev"], eps=2e-3)
 
 
 # ---- nnx --------------------------------------------------------------------------------------------------
@@ -108,12 +215,12 @@ def nnx_layer(fn=None, **options) -> nnx.Module:
     )
 
 
-def nnx_results(layer: nnx.Module, *inputs, **call):
-    """Output, and gradients with respect to parameters and inputs."""
+def nnx_results(layer: nnx.Module, *inputs, rows=1, **call):
+    """Output, and gradients with respect to parameters and inputs, of the rows that count."""
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
 
     def loss(params, inputs):
-        y = nnx.merge(graph, params, rest)(*inputs, **call)
+        y = nnx.merge(graph, params, rest)(*inputs, **call) * rows
         return jnp.sum(jnp.sin(y)), y
 
     (value, y), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, inputs)
@@ -153,36 +260,217 @@ def test_nnx_under_nnx_jit_and_grad(platform):
     assert_trees_close(nnx.to_pure_dict(gradients(layer, X)), want)
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_nnx_refuses_a_mask(jit, platform):
-    """A mask from flax's helper (float32) as well as a bool one."""
-    layer = nnx_layer(attention_fn)
-
-    def call(layer, mask):
-        return layer(X, mask=mask)
-
-    for mask in (nnx.make_causal_mask(X[..., 0]), jnp.asarray(CAUSAL)):
-        with pytest.raises(NotImplementedError, match="mask"):
-            (nnx.jit(call) if jit else call)(layer, mask)
+@pytest.mark.parametrize("name", ["causal", "one for each head", "of keys"])
+def test_nnx_mask(name, platform):
+    mask = MASKS[name](nnx)
+    assert_trees_close(
+        nnx_results(nnx_layer(attention_fn), X, mask=mask), nnx_results(nnx_layer(), X, mask=mask)
+    )
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_nnx_refuses_dropout(jit, platform):
-    layer = nnx_layer(attention_fn, dropout_rate=0.5)
-
-    def call(layer):
-        return layer(X, deterministic=False)
-
-    with pytest.raises(NotImplementedError, match="dropout"):
-        (nnx.jit(call) if jit else call)(layer)
+def test_nnx_mask_of_other_lengths(platform):
+    mask = nnx.make_attention_mask(np.ones((2, 7)), np.arange(9) < np.array([[9], [4]]))
+    got = nnx_results(nnx_layer(attention_fn), X, MEMORY, mask=mask)
+    assert_trees_close(got, nnx_results(nnx_layer(), X, MEMORY, mask=mask))
 
 
-def test_nnx_refuses_decoding(platform):
-    """The cache needs a mask: refused with the reason, not computed without it."""
-    layer = nnx_layer(attention_fn)
-    layer.init_cache((2, 7, 12))
-    with pytest.raises(NotImplementedError, match="mask"):
-        layer(X[:, :1], decode=True)
+def test_nnx_padding_of_queries(platform):
+    mask = nnx.combine_masks(nnx.make_attention_mask(TOKENS > 0, TOKENS > 0), nnx.make_causal_mask(TOKENS))
+    rows = (TOKENS > 0)[..., None]
+    got = nnx_results(nnx_layer(attention_fn), X, mask=mask, rows=rows)
+    assert_trees_close(got, nnx_results(nnx_layer(), X, mask=mask, rows=rows))
+
+
+@pytest.mark.skipif(not PASSES_IS_CAUSAL, reason="this flax's nnx layers have no is_causal")
+def test_nnx_is_causal_with_a_mask(platform):
+    got, want = (
+        nnx_results(layer, X, mask=MASKS["padding"](nnx), is_causal=True)
+        for layer in (nnx_layer(attention_fn), nnx_layer())
+    )
+    assert_trees_close(got, want)
+
+
+@pytest.mark.skipif(
+    "num_kv_heads" not in inspect.signature(nnx.MultiHeadAttention.__init__).parameters,
+    reason="this flax's nnx layers have no groups of heads",
+)
+def test_nnx_groups_of_heads(platform):
+    mask = MASKS["one for each head"](nnx)
+    got, want = (
+        nnx_results(layer, X, mask=mask)
+        for layer in (nnx_layer(attention_fn, num_kv_heads=2), nnx_layer(num_kv_heads=2))
+    )
+    assert_trees_close(got, want)
+
+
+def test_nnx_batch_axes(platform):
+    """Flax's own attention takes a mask of all batch axes only."""
+    x = np.random.default_rng(3).standard_normal((2, 3, 7, 12)).astype(np.float32)
+    mask = np.random.default_rng(4).random((1, 3, 1, 7, 7)) < 0.5
+    mask[..., 0] = True
+    got = nnx_results(nnx_layer(attention_fn), x, mask=mask)
+    want = nnx_results(nnx_layer(), x, mask=np.broadcast_to(mask, (2, 3, 1, 7, 7)))
+    assert_trees_close(got, want)
+
+
+@pytest.mark.parametrize("mask", [None, MASKS["of keys"](nnx)], ids=["no mask", "mask"])
+def test_nnx_decoding(mask, platform):
+    def outputs(fn=None):
+        layer = nnx_layer(fn)
+        layer.init_cache(X.shape)
+        step = nnx.jit(lambda layer, x: layer(x, mask=mask, decode=True))
+        return jnp.concatenate([step(layer, X[:, t : t + 1]) for t in range(X.shape[1])], axis=1)
+
+    got = outputs(attention_fn)
+    assert_trees_close(got, outputs())
+    causal = nnx.combine_masks(nnx.make_causal_mask(TOKENS), mask)
+    assert_trees_close(got, nnx_results(nnx_layer(), X, mask=causal)[1])
+
+
+def test_nnx_dropout(platform):
+    """It is off and on as in flax, and the layer's own stream of keys decides."""
+
+    def layer(fn=attention_fn, **options):
+        return nnx_layer(fn, dropout_rate=0.5, **options)
+
+    @functools.partial(nnx.jit, static_argnames="deterministic")
+    def apply(layer, seed, deterministic=False):
+        return layer(X, deterministic=deterministic, rngs=nnx.Rngs(dropout=jax.random.key(seed)))
+
+    off = nnx_layer()(X)
+    assert_trees_close(apply(layer(), 0, deterministic=True), off)
+    assert_trees_close(layer(deterministic=True)(X), off)
+    np.testing.assert_array_equal(apply(layer(), 1), apply(layer(), 1))
+    assert np.abs(apply(layer(), 1) - apply(layer(), 2)).max() > 1e-2
+    one = layer(deterministic=False)
+    assert np.abs(one(X) - one(X)).max() > 1e-2, "the stream goes on from call to call"
+
+
+def test_nnx_dropout_gradients(platform):
+    graph, params, rest = nnx.split(nnx_layer(attention_fn, dropout_rate=0.3), nnx.Param, ...)
+
+    @jax.jit
+    def f(params, x):
+        return nnx.merge(graph, params, rest)(x, mask=CAUSAL, deterministic=False, rngs=nnx.Rngs(dropout=1))
+
+    check_grads(f, (params, X), order=1, modes=["rev"], eps=2e-3)
+
+
+# ---- The function itself ------------------------------------------------------------------------------------
+
+
+def qkv(batch=(2,), seqlen_q=7, seqlen_kv=9, dtype=np.float32) -> list[np.ndarray]:
+    rng = np.random.default_rng(5)
+    shapes = [(*batch, length, 4, 8) for length in (seqlen_q, seqlen_kv, seqlen_kv)]
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("batch", "shape"),
+    [
+        ((2,), (2, 4, 7, 9)),
+        ((2,), (1, 4, 7, 9)),
+        ((2,), (2, 1, 1, 9)),
+        ((2,), (4, 1, 9)),
+        ((2,), (7, 1)),
+        ((), (4, 7, 9)),
+        ((2, 3), (2, 3, 4, 7, 9)),
+        ((2, 3), (2, 3, 1, 1, 9)),
+        ((2, 3), (1, 3, 1, 7, 9)),
+        ((2, 3), (2, 1, 1, 7, 9)),
+        ((2, 3), (1, 1, 4, 7, 9)),
+        ((2, 3), (3, 1, 7, 9)),
+        ((2, 3), (9,)),
+    ],
+    ids=str,
+)
+def test_mask_and_bias_of_any_shape(batch, shape, platform):
+    """They have all axes, some of them with size 1, or fewer; and the bias has a gradient of its own shape."""
+    rng = np.random.default_rng(6)
+    mask, bias = rng.random(shape) < 0.7, rng.standard_normal(shape).astype(np.float32)
+    mask[..., 0] = True
+
+    def results(fn):
+        def loss(*args):
+            out = fn(*args, mask=mask)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))(*qkv(batch), bias)
+
+    assert_trees_close(results(attention_fn), results(linen.dot_product_attention))
+
+
+def test_alibi(platform):
+    slopes = jnp.array([0.5, 0.25, 0.125, 0.0625])
+    bias = -slopes[:, None, None] * jnp.abs(jnp.arange(7)[:, None] - jnp.arange(7))
+    got = linen_results(linen_layer(with_bias(attention_fn, jax_flash.Alibi(slopes))), X, mask=CAUSAL)
+    assert_trees_close(
+        got, linen_results(linen_layer(with_bias(linen.dot_product_attention, bias)), X, mask=CAUSAL)
+    )
+
+
+def test_a_row_that_sees_nothing_is_0(platform):
+    mask = np.ones((2, 1, 7, 9), np.float32)
+    mask[1, :, 2] = 0
+
+    def f(*args):
+        return attention_fn(*args, mask=mask)
+
+    out, vjp = jax.vjp(jax.jit(f), *qkv())
+    dq, _, _ = vjp(jnp.ones_like(out))
+    assert np.all(out[1, 2] == 0)
+    assert np.all(dq[1, 2] == 0)
+    want = linen.dot_product_attention(*qkv(), mask=mask)
+    others = np.ones((2, 7), bool)
+    others[1, 2] = False
+    np.testing.assert_allclose(out[others], want[others], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("broadcast_dropout", [True, False])
+def test_dropout_keeps_the_right_fraction(broadcast_dropout, platform):
+    """With logits of 0 and one-hot values the output shows which weights were kept, and what they became."""
+    size, rate = 64, 0.25
+    zeros = jnp.zeros((2, size, 4, 8))
+    one_hot = jnp.broadcast_to(jnp.eye(size)[:, None], (2, size, 4, size))
+
+    @jax.jit
+    def weights(key):
+        return attention_fn(
+            zeros, zeros, one_hot, dropout_rng=key, dropout_rate=rate, broadcast_dropout=broadcast_dropout
+        )
+
+    got = weights(jax.random.key(7))
+    kept = np.asarray(got) > 0
+    np.testing.assert_allclose(np.asarray(got)[kept], 1 / size / (1 - rate), rtol=1e-4)
+    deviation = np.sqrt(rate * (1 - rate))
+    assert abs(kept.mean() - (1 - rate)) < 5 * deviation / np.sqrt(kept.size)
+    # Each batch element and head has a pattern of its own, whatever broadcast_dropout is.
+    patterns = np.moveaxis(kept, 2, 1).reshape(8, -1)
+    agreement = np.mean(patterns[:, None] == patterns, axis=-1)[np.triu_indices(8, 1)]
+    np.testing.assert_allclose(agreement, (1 - rate) ** 2 + rate**2, atol=0.05)
+    raw = weights(jax.random.PRNGKey(7))  # as older code passes it
+    np.testing.assert_array_equal(raw, got)
+
+
+def test_dropout_has_the_right_mean(platform):
+    q, k, v = qkv()
+    keys = jax.random.split(jax.random.key(8), 500)
+    outs = jax.lax.map(lambda key: attention_fn(q, k, v, dropout_rng=key, dropout_rate=0.2), keys)
+    error = np.asarray(outs.mean(0) - attention_fn(q, k, v))
+    assert np.all(np.abs(error) < 6 * np.asarray(outs.std(0)) / np.sqrt(len(keys)) + 1e-5)
+
+
+def test_dropout_without_a_key_is_refused(platform):
+    with pytest.raises(ValueError, match="dropout_rng"):
+        attention_fn(*qkv(), dropout_rate=0.5)
+    attention_fn(*qkv(), dropout_rate=0.5, deterministic=True)
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+@pytest.mark.parametrize("shape", [(2, 3, 1, 7, 8), (2, 1, 7, 9), (1, 2, 3, 1, 7, 9)], ids=str)
+def test_names_the_shape_that_was_passed(name, shape):
+    with pytest.raises(ValueError, match=rf"{name} must be .*\[2, 3, 4, 7, 9\], got shape .*{shape[-1]}\]"):
+        attention_fn(*qkv(batch=(2, 3)), **{name: np.ones(shape, np.float32)})
 
 
 # ---- The signature ----------------------------------------------------------------------------------------
@@ -198,7 +486,20 @@ def test_names_every_parameter_that_flax_may_pass(fn):
     assert needed <= ours.keys()
 
 
-def test_refuses_what_would_change_the_weights():
+def test_refuses_to_record_the_weights():
     """sow_weights asks for the probabilities, which are never written."""
     with pytest.raises(NotImplementedError, match=r"module|sow"):
         nnx_layer(attention_fn)(X, sow_weights=True)
+
+
+@pytest.mark.parametrize("name", ["qk_attn_weights_einsum", "attn_weights_value_einsum"])
+def test_refuses_other_products(name):
+    params = linen_layer().init(jax.random.key(0), X)
+    with pytest.raises(NotImplementedError, match=name):
+        linen_layer(attention_fn, **{f"{name}_cls": lambda: jnp.einsum}).apply(params, X)
+
+
+def test_refuses_positions():
+    """Of newer layers of nnx, for a position embedding."""
+    with pytest.raises(NotImplementedError, match="input_positions"):
+        attention_fn(*qkv(), input_positions=np.arange(7))

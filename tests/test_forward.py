@@ -15,11 +15,11 @@ def forward(case: Case, dtype: str, **more):
 
     @jax.jit
     def f(q, k, v, operands):
-        return jax_flash.flash_attention(q, k, v, return_residual=True, **case.static, **more, **operands)
+        return harness.call(q, k, v, operands, return_residual=True, **case.static, **more)
 
     with harness.x64(dtype):
         inputs = case.inputs(DTYPES[dtype])
-        return [np.asarray(x) for x in f(inputs.q, inputs.k, inputs.v, case.operands)]
+        return [np.asarray(x) for x in f(inputs.q, inputs.k, inputs.v, case.operands(DTYPES[dtype]))]
 
 
 @pytest.mark.parametrize("kind", range(4))
@@ -32,18 +32,34 @@ def test_is_close_to_exact(case, kind, platform):
     harness.check(harness.oracle.Result(out, lse), case, dtype, rule, names=("out", "lse"))
 
 
-@pytest.mark.parametrize("name", ["full", "groups of 3", "lengths", "sinks"])
+WITHOUT_BATCH = {
+    "full": (),
+    "groups of 3": (),
+    "lengths": ("query_seq_lengths", "key_value_seq_lengths"),
+    "sinks": (),
+    "bias": (),
+    "bias of all": ("bias",),
+    "alibi, causal, offset": ("query_offset",),
+    "mask of batch and keys": ("mask",),
+    "segments of queries and keys": ("segment_ids",),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_BATCH)
 def test_without_a_batch_axis(name, platform):
     (case,) = [case for case in CASES if case.name == name]
-    inputs = case.inputs(np.float32)
-    with_batch = jax_flash.flash_attention(
-        *inputs[:3], return_residual=True, precision="highest", **case.static, **case.operands
-    )
+    inputs, all_operands = case.inputs(np.float32), case.operands(np.float32)
+    static = dict(return_residual=True, precision="highest", **case.static)
+    with_batch = harness.call(*inputs[:3], all_operands, **static)
+
+    def element(name, x, b):
+        if name in WITHOUT_BATCH[case.name]:
+            return jax.tree.map(lambda x: x[b], x)
+        return x[0] if name == "bias" else x  # [1, N, T, S]
+
     for b in range(case.batch):
-        operands = {key: x if key == "sinks" else x[b] for key, x in case.operands.items()}
-        out, lse = jax_flash.flash_attention(
-            *(x[b] for x in inputs[:3]), return_residual=True, precision="highest", **case.static, **operands
-        )
+        operands = {name: element(name, x, b) for name, x in all_operands.items()}
+        out, lse = harness.call(*(x[b] for x in inputs[:3]), operands, **static)
         assert out.shape == inputs.dout.shape[1:]
         assert lse.shape == inputs.dlse.shape[1:]
         np.testing.assert_array_equal(out, with_batch[0][b])

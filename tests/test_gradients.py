@@ -88,34 +88,88 @@ def test_under_vmap(platform):
         check(jax.vmap(attention_and_lse, (0, None, 1)), dtype, q, k[0], np.moveaxis(v, 0, 1))
 
 
-XLA_ONLY = {
-    "bias": dict(bias=np.linspace(-2, 2, 4 * 5 * 7, dtype=np.float32).reshape(1, 4, 5, 7)),
-    "mask": dict(mask=np.arange(35).reshape(5, 7) % 3 > 0),
-    "segment ids": dict(
-        segment_ids=(
-            np.arange(10, dtype=np.int32).reshape(2, 5) // 3,
-            np.arange(14, dtype=np.int32).reshape(2, 7) // 4,
-        )
-    ),
-}
+RNG = np.random.default_rng(1)
+MASK = np.arange(35).reshape(5, 7) % 3 > 0
+IDS = (
+    np.arange(10, dtype=np.int32).reshape(2, 5) // 3,
+    np.arange(14, dtype=np.int32).reshape(2, 7) // 4,
+)
+DROPOUT = dict(dropout_rate=0.3, dropout_rng=jax.random.key(5))
 SINKS = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
+SLOPES = np.array([0.5, 0.25, 0.0, -0.1], np.float32)
+BIASES = {
+    "bias": RNG.standard_normal((2, 4, 5, 7)),
+    "bias of heads and pairs": RNG.standard_normal((1, 4, 5, 7)),
+    "bias of heads and rows": RNG.standard_normal((4, 5, 1)),
+    "bias of batch and keys": RNG.standard_normal((2, 1, 1, 7)),
+    "bias of pairs": RNG.standard_normal((5, 7)),
+    "bias of keys": RNG.standard_normal(7),
+    "bias of heads": RNG.standard_normal((4, 1, 1)),
+    "bias of one": RNG.standard_normal((1, 1, 1, 1)),
+}
+ARRAYS = {
+    "mask": dict(mask=MASK),
+    "mask of heads": dict(mask=RNG.random((2, 4, 5, 7)) < 0.6),
+    "segment ids": dict(segment_ids=IDS),
+    "dropout": DROPOUT,
+    "mask, causal": dict(mask=MASK, is_causal=True),
+    "segment ids, dropout": dict(segment_ids=IDS, **DROPOUT),
+    "mask, soft cap, sinks": dict(mask=MASK, logits_soft_cap=1.5, sinks=SINKS),
+}
+# Beside a bias.
+WITH_BIAS = {
+    "alone": {},
+    "soft cap": dict(logits_soft_cap=1.5),
+    "causal, offset": dict(is_causal=True, query_offset=np.array([2, -1], np.int32)),
+    "lengths": dict(OPTIONS["lengths of queries"], **OPTIONS["no keys"]),
+    "mask": dict(mask=MASK),
+    "dropout": DROPOUT,
+    "all": dict(OPTIONS["everything"], mask=MASK, segment_ids=IDS, sinks=SINKS, **DROPOUT),
+}
+
+# JAX differentiates the reference: there a few stand for all.
+BESIDE_BIAS = [
+    *(pytest.param(name, None, id=f"fused-{name}") for name in WITH_BIAS),
+    *(pytest.param(name, "xla", id=f"xla-{name}") for name in ("alone", "all")),
+]
+ARRAYS_OF_BOTH = [
+    *(pytest.param(name, None, id=f"fused-{name}") for name in ARRAYS),
+    *(pytest.param(name, "xla", id=f"xla-{name}") for name in ("mask", "segment ids", "dropout")),
+]
 
 
-@pytest.mark.parametrize("options", XLA_ONLY.values(), ids=XLA_ONLY.keys())
-def test_reference(options):
-    for dtype in dtypes_of("cpu"):
-        check(functools.partial(attention_and_lse, implementation="xla", **options), dtype, *arrays(dtype))
+@pytest.mark.parametrize(("name", "implementation"), ARRAYS_OF_BOTH)
+def test_arrays(name, implementation, platform):
+    options = dict(implementation=implementation, **ARRAYS[name])
+    for dtype in dtypes_of(platform):
+        check(functools.partial(attention_and_lse, **options), dtype, *arrays(dtype))
 
 
-def test_gradient_of_bias():
-    """In the reference it is an operand with a gradient."""
-    for dtype in dtypes_of("cpu"):
+def check_bias(bias, make, platform, **options) -> None:
+    """The gradients of what a bias is made of, and of the arrays beside it."""
+    for dtype in dtypes_of(platform):
         check(
-            lambda x, *args: attention_and_lse(*args, implementation="xla", bias=x),
+            lambda x, *args: attention_and_lse(*args, bias=make(x), **options),
             dtype,
-            XLA_ONLY["bias"]["bias"].astype(dtype),
+            bias.astype(dtype),
             *arrays(dtype),
         )
+
+
+@pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES.keys())
+def test_gradient_of_bias(bias, platform):
+    check_bias(bias, jnp.asarray, platform)
+
+
+@pytest.mark.parametrize(("name", "implementation"), BESIDE_BIAS)
+def test_gradient_of_bias_beside(name, implementation, platform):
+    options = dict(implementation=implementation, **WITH_BIAS[name])
+    check_bias(BIASES["bias of heads and pairs"], jnp.asarray, platform, **options)
+
+
+@pytest.mark.parametrize(("name", "implementation"), BESIDE_BIAS)
+def test_gradient_of_slopes_beside(name, implementation, platform):
+    check_bias(SLOPES, jax_flash.Alibi, platform, implementation=implementation, **WITH_BIAS[name])
 
 
 @pytest.mark.parametrize("name", ["full", "no keys", "everything"])
@@ -153,3 +207,20 @@ def test_planted_fault_is_caught(fault, platform, monkeypatch):
             check(
                 lambda *args: attention_and_lse(*args), dtype, *arrays(dtype)
             )  # not a function JAX has cached
+
+
+BIAS_FAULTS = {
+    "sign": lambda sums: -sums,
+    "a part in 10 too large": lambda sums: 1.1 * sums,
+    "one head": lambda sums: sums.at[:, 1].set(0),
+}
+
+
+@pytest.mark.parametrize("make", [jnp.asarray, jax_flash.Alibi], ids=["bias", "slopes"])
+@pytest.mark.parametrize("fault", BIAS_FAULTS.values(), ids=BIAS_FAULTS.keys())
+def test_planted_fault_in_the_gradient_of_a_bias_is_caught(fault, make, platform, monkeypatch):
+    backward_bias = _primitives.backward_bias
+    monkeypatch.setattr(_primitives, "backward_bias", lambda *args: fault(backward_bias(*args)))
+    x = SLOPES if make is jax_flash.Alibi else BIASES["bias of heads and pairs"]
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        check_bias(x, make, platform)

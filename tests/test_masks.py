@@ -49,20 +49,80 @@ OPTIONS = {
     "lengths, window, causal, offsets": dict(is_causal=True, local_window_size=(64, 9), **LENGTHS, **OFFSETS),
 }
 
+RNG = np.random.default_rng(0)
+# For each batch element another part of the pairs; the first sees nothing, the second everything.
+VISIBLE = np.array(
+    [0, 1, 0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 0.97, 0.99, 0.997, 1, 0.5]
+)
+VISIBLE = VISIBLE[:, None, None, None]
 
-def probe(batch: int, seqlen_q: int, seqlen_kv: int, dtype, implementation=None, **options) -> None:
+
+def segments(length: int, is_sorted: bool) -> np.ndarray:
+    """For each batch element another number of segments, from 1 to about one for each row, with negative ids."""
+    counts = np.array([1, 2, 2, 3, 3, 4, 4, 5, 6, 8, 10, 15, 20, 30, 50, 100, 200, 1000])[:, None]
+    ids = RNG.integers(-counts // 2, counts - counts // 2, (18, length)).astype(np.int32)
+    return np.sort(ids) if is_sorted else ids
+
+
+# What hides keys and is an array of its own; each also stands beside each of the others.
+ARRAYS = {
+    "mask": dict(mask=RNG.random((18, 1, 200, 200)) < VISIBLE),
+    "mask of keys": dict(mask=RNG.random((18, 1, 1, 200)) < VISIBLE),
+    "mask of rows": dict(mask=RNG.random((18, 1, 200, 1)) < VISIBLE),
+    "mask of pairs": dict(mask=RNG.random((200, 200)) < 0.1),
+    "segments": dict(segment_ids=segments(200, is_sorted=True)),
+    "segments, unsorted": dict(segment_ids=segments(200, is_sorted=False)),
+    "segments of queries and keys": dict(segment_ids=(segments(200, True), segments(200, True))),
+}
+BESIDE = ["causal", "causal, offsets", "window", "window, offsets", "lengths of queries", "lengths of keys"]
+ARRAY_OPTIONS = (
+    ARRAYS
+    | {
+        f"{a}, {b}": ARRAYS[a] | OPTIONS[b]
+        for a in ("mask", "mask of keys", "segments", "segments, unsorted")
+        for b in BESIDE
+    }
+    | {
+        f"{a}, {b}": ARRAYS[a] | ARRAYS[b]
+        for a in ("mask", "mask of keys")
+        for b in ("segments", "segments, unsorted")
+    }
+    | {
+        "mask, segments, lengths, window, causal, offsets": ARRAYS["mask"]
+        | ARRAYS["segments"]
+        | OPTIONS["lengths, window, causal, offsets"]
+    }
+)
+# The reference makes one array of all that hides: each alone and one of all together.
+OPTIONS_OF_REFERENCE = OPTIONS | ARRAYS | dict([list(ARRAY_OPTIONS.items())[-1]])
+OPTIONS |= ARRAY_OPTIONS
+
+
+def probe(
+    batch: int,
+    seqlen_q: int,
+    seqlen_kv: int,
+    dtype,
+    implementation=None,
+    num_heads: int = 1,
+    num_kv_heads: int = 1,
+    **options,
+) -> None:
     """Hold what the probe sees, forward and backward, against the mask's definition."""
-    q, k = np.zeros((batch, seqlen_q, 1, 8), dtype), np.zeros((batch, seqlen_kv, 1, 8), dtype)
+    q = np.zeros((batch, seqlen_q, num_heads, 8), dtype)
+    k = np.zeros((batch, seqlen_kv, num_kv_heads, 8), dtype)
     # One-hot vectors of at most 256 entries: where there are more rows, neighbours share an entry.
     one_hot_keys, one_hot_queries = (
         np.eye(min(size, 256), dtype=np.float64)[np.arange(size) // -(-size // 256)]
         for size in (seqlen_kv, seqlen_q)
     )
     v, dout = (
-        np.broadcast_to(x[None, :, None], (batch, x.shape[0], 1, x.shape[1])).astype(dtype)
-        for x in (one_hot_keys, one_hot_queries)
+        np.broadcast_to(x[None, :, None], (batch, x.shape[0], heads, x.shape[1])).astype(dtype)
+        for x, heads in ((one_hot_keys, num_kv_heads), (one_hot_queries, num_heads))
     )
-    operands = {name: x for name, x in options.items() if isinstance(x, np.ndarray)}
+    operands = {
+        name: x for name, x in options.items() if any(isinstance(y, np.ndarray) for y in jax.tree.leaves(x))
+    }
     static = {name: x for name, x in options.items() if name not in operands} | {
         "implementation": implementation
     }
@@ -76,18 +136,20 @@ def probe(batch: int, seqlen_q: int, seqlen_kv: int, dtype, implementation=None,
         v = jnp.zeros((*k.shape[:3], dout.shape[-1]), k.dtype)
         return jax.vjp(lambda v: jax_flash.flash_attention(q, k, v, **static, **operands), v)[1](dout)[0]
 
-    seen = oracle.visible(batch, seqlen_q, seqlen_kv, **options)[:, 0]
+    seen = oracle.visible(batch, seqlen_q, seqlen_kv, **options)
+    seen = np.broadcast_to(seen, (batch, num_heads, seqlen_q, seqlen_kv))
     count = seen.sum(-1)
     with np.errstate(divide="ignore"):
         log_count = np.log(count)
     weight = seen / np.maximum(count, 1)[..., None]
 
-    out, lse = (np.asarray(x, np.float64)[:, :, 0] for x in forward(q, k, v, operands))
+    out, lse = (np.moveaxis(np.asarray(x, np.float64), 2, 1) for x in forward(q, k, v, operands))
     np.testing.assert_allclose(lse, log_count, rtol=3e-7, atol=3e-7)
     _assert_same_pairs(out, weight @ one_hot_keys, dtype)
 
-    dv = np.asarray(gradient_of_values(q, k, dout, operands), np.float64)[:, :, 0]
-    _assert_same_pairs(dv, weight.swapaxes(1, 2) @ one_hot_queries, dtype)
+    dv = np.moveaxis(np.asarray(gradient_of_values(q, k, dout, operands), np.float64), 2, 1)
+    want = weight.swapaxes(2, 3) @ one_hot_queries
+    _assert_same_pairs(dv, want.reshape(batch, num_kv_heads, -1, *want.shape[2:]).sum(2), dtype)
 
 
 def _assert_same_pairs(got, want, dtype) -> None:
@@ -106,7 +168,7 @@ def test_every_option(options, dtype, platform):
     probe(18, 200, 200, dtype, **options)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("options", OPTIONS_OF_REFERENCE.values(), ids=OPTIONS_OF_REFERENCE.keys())
 def test_reference(options):
     probe(18, 200, 200, np.float32, implementation="xla", **options)
 
@@ -117,6 +179,25 @@ def test_reference(options):
 def test_sizes_around_a_tiles(seqlen_q, seqlen_kv, dtype, platform):
     offset = np.array([0, seqlen_kv - seqlen_q, 5], np.int32)
     probe(3, seqlen_q, seqlen_kv, dtype, is_causal=True, local_window_size=(60, 0), query_offset=offset)
+
+
+def in_blocks(seqlen_q: int, seqlen_kv: int) -> np.ndarray:
+    """Blocks of 192 rows and 320 keys, of which each may be hidden, visible, or both with one pair of the other."""
+    kinds = RNG.integers(0, 4, (2, 1, -(-seqlen_q // 192), -(-seqlen_kv // 320)))
+    kinds = kinds.repeat(192, 2).repeat(320, 3)[:, :, :seqlen_q, :seqlen_kv]
+    mask = kinds % 2 == 1
+    row, column = RNG.integers(0, 64, 2)
+    mask[..., row::64, column::64] ^= kinds[..., row::64, column::64] > 1
+    return mask
+
+
+def documents(seqlen_q: int, seqlen_kv: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sorted ids of documents of very different lengths; some are of the queries or of the keys alone."""
+    ids = np.sort(
+        np.array([-5, 0, 0, 1, 2, 3, 3, 3, 3, 3, 3, 7, 8, 8], np.int32)[RNG.integers(0, 14, (2, 3000))]
+    )
+    of_queries, of_keys = ids[:, 500 : 500 + seqlen_q], ids[:, 900 : 900 + seqlen_kv]
+    return np.where(of_queries == 2, 4, of_queries).astype(np.int32), of_keys
 
 
 @DTYPES
@@ -131,9 +212,43 @@ def test_sizes_around_a_tiles(seqlen_q, seqlen_kv, dtype, platform):
             query_seq_lengths=np.array([1031, 513], np.int32),
             key_value_seq_lengths=np.array([640, 1025], np.int32),
         ),
+        dict(mask=in_blocks(1031, 1100)),
+        dict(mask=in_blocks(1031, 1100), is_causal=True),
+        dict(segment_ids=documents(1031, 1100)),
+        dict(segment_ids=documents(1031, 1100), local_window_size=(100, 0)),
     ],
-    ids=["causal", "window", "narrow window", "lengths"],
+    ids=[
+        "causal",
+        "window",
+        "narrow window",
+        "lengths",
+        "mask",
+        "mask, causal",
+        "segments",
+        "segments, window",
+    ],
 )
 def test_many_tiles(options, dtype, platform):
     """Long enough that whole tiles are skipped and others need no mask."""
     probe(2, 1031, 1100, dtype, **options)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 6, 131, 129), (2, 6, 1, 129), (6, 131, 1), (6, 1, 1)], ids=str)
+def test_mask_of_each_head(shape, dtype, platform):
+    """Heads that share keys have masks of their own."""
+    mask = np.random.default_rng(0).random(shape) < 0.3
+    probe(2, 131, 129, dtype, num_heads=6, num_kv_heads=2, mask=mask)
+
+
+@DTYPES
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_mask_of_sizes_around_a_tiles(size, dtype, platform):
+    """Rows of the mask lie at every alignment."""
+    for seqlen_q in (1, 65):
+        ids = (
+            RNG.integers(0, 3, (3, seqlen_q)).astype(np.int32),
+            RNG.integers(0, 3, (3, size)).astype(np.int32),
+        )
+        probe(3, seqlen_q, size, dtype, mask=RNG.random((3, 1, seqlen_q, size)) < 0.5)
+        probe(3, seqlen_q, size, dtype, segment_ids=ids)

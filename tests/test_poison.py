@@ -35,6 +35,25 @@ def forward_and_backward(static: dict):
     return lambda *inputs: oracle.Result(*(np.asarray(x) for x in f(*inputs)))
 
 
+def forward_and_backward_with_bias(static: dict):
+    """The same, and the gradient of the operand `bias`."""
+
+    @jax.jit
+    def f(q, k, v, dout, dlse, operands):
+        def attention(q, k, v, bias):
+            return jax_flash.flash_attention(
+                q, k, v, return_residual=True, **static, **operands | {"bias": bias}
+            )
+
+        (out, lse), vjp = jax.vjp(attention, q, k, v, operands["bias"])
+        return dict(zip(RESULTS, (out, lse, *vjp((dout, dlse))), strict=True))
+
+    return lambda *inputs: {name: np.asarray(x) for name, x in f(*inputs).items()}
+
+
+RESULTS = (*oracle.Result._fields[:5], "dbias")
+
+
 def assert_same_bits(got: oracle.Result, want: oracle.Result) -> None:
     for name in want._fields:
         a, b = getattr(got, name), getattr(want, name)
@@ -167,3 +186,202 @@ def test_inf_follows_the_reference(kind, operand, value, platform):
     for a, b in zip(got, oracle.attention(*inputs[:3])[:2], strict=True):
         for test in (np.isnan, np.isposinf, np.isneginf):
             np.testing.assert_array_equal(test(a), test(b))
+
+
+# ---- Masks, segments and biases ---------------------------------------------------------------------------
+
+
+def array_operands(dtype: str) -> dict:
+    """Bias, mask and segments for `arrays`."""
+    rng = np.random.default_rng(1)
+    return dict(
+        bias=rng.standard_normal((4, 4, QUERIES, KEYS)).astype(DTYPES[dtype]),
+        mask=rng.random((4, 1, QUERIES, KEYS)) < 0.8,
+        segment_ids=tuple(
+            np.sort(rng.integers(0, 3, (4, size))).astype(np.int32) for size in (QUERIES, KEYS)
+        ),
+    )
+
+
+@pytest.mark.parametrize("poison", FLOATS, ids=str)
+@pytest.mark.parametrize("kind", range(4))
+def test_arrays_beyond_the_lengths_change_nothing(kind, poison, platform):
+    """Whatever bias, mask and segments say there; the gradient of the bias there is 0."""
+    dtype, precision, _ = harness.KINDS[platform][kind]
+    static = dict(deterministic=True, precision=precision, dropout_rate=0.1, dropout_rng=jax.random.key(0))
+    f = forward_and_backward_with_bias(static)
+    lengths = {name: np.array(x, np.int32) for name, x in LENGTHS.items()}
+    clean = arrays(dtype)
+    operands = array_operands(dtype)
+    changed = jax.tree.map(np.copy, operands)
+    poisoned = [x.copy() for x in clean]
+    for b, (queries, keys) in enumerate(zip(*LENGTHS.values(), strict=True)):
+        for x in (poisoned[0], poisoned[3], poisoned[4]):
+            x[b, queries:] = poison
+        for x in poisoned[1:3]:
+            x[b, keys:] = poison
+        of_queries, of_keys = changed["segment_ids"]
+        of_queries[b, queries:] = of_keys[b, keys:] = of_keys[b, 0]
+        for there in ((..., slice(queries, None), slice(None)), (..., slice(keys, None))):
+            changed["bias"][b][there] = poison
+            changed["mask"][b][there] ^= True
+    with harness.x64(dtype):
+        want, got = f(*clean, operands | lengths), f(*poisoned, changed | lengths)
+    for name, x in want.items():
+        assert got[name].tobytes() == x.tobytes(), name
+        assert name == "lse" or np.isfinite(x.astype(np.float64)).all()
+    for b, (queries, keys) in enumerate(zip(*LENGTHS.values(), strict=True)):
+        assert not got["dbias"][b, :, queries:].any()
+        assert not got["dbias"][b, :, :, keys:].any()
+    assert got["dbias"].any()
+
+
+HIDING = {
+    "causal": dict(is_causal=True),
+    "window": dict(local_window_size=(20, 3)),
+    "mask": dict(mask=np.random.default_rng(2).random((4, 4, QUERIES, KEYS)) < 0.5),
+    "segments": {"segment_ids": array_operands("float32")["segment_ids"]},
+}
+
+
+@pytest.mark.parametrize("poison", FLOATS, ids=str)
+@pytest.mark.parametrize("hiding", HIDING.values(), ids=HIDING.keys())
+@pytest.mark.parametrize("kind", range(4))
+def test_bias_of_hidden_pairs_changes_nothing(kind, hiding, poison, platform):
+    """A hidden pair's logit is -inf, whatever its bias; its gradient is 0."""
+    dtype, precision, _ = harness.KINDS[platform][kind]
+    static = {name: x for name, x in hiding.items() if name in ("is_causal", "local_window_size")}
+    operands = {name: x for name, x in hiding.items() if name not in static}
+    f = forward_and_backward_with_bias(dict(deterministic=True, precision=precision, **static))
+    bias = array_operands(dtype)["bias"]
+    seen = np.broadcast_to(oracle.visible(4, QUERIES, KEYS, **hiding), bias.shape)
+    poisoned = np.where(seen, bias, poison).astype(bias.dtype)
+    inputs = arrays(dtype)
+    with harness.x64(dtype):
+        want = f(*inputs, operands | {"bias": bias})
+        got = f(*inputs, operands | {"bias": poisoned})
+    for name, x in want.items():
+        assert got[name].tobytes() == x.tobytes(), name
+    assert np.isfinite(got["dbias"].astype(np.float64)).all()
+    assert not got["dbias"][~seen].any()
+    assert got["dbias"].any()
+
+
+@pytest.mark.parametrize("kind", range(4))
+def test_nan_in_the_bias_is_not_swallowed(kind, platform):
+    """It makes its row NaN, and leaves the lse of other rows and the results of other heads."""
+    dtype, precision, _ = harness.KINDS[platform][kind]
+    f = forward_and_backward_with_bias(dict(deterministic=True, precision=precision))
+    inputs, bias = arrays(dtype), array_operands(dtype)["bias"]
+    with harness.x64(dtype):
+        want = f(*inputs, {"bias": bias})
+        bias[1, 2, 70, 131] = np.nan
+        got = f(*inputs, {"bias": bias})
+    assert np.isnan(got["out"][1, 70, 2]).all()
+    assert np.isnan(got["lse"][1, 70, 2])
+    assert np.isnan(got["dq"][1, 70, 2]).all()
+    assert np.isnan(got["dbias"][1, 2, 70]).all()
+    assert np.isnan(got["dk"][1, :, 1]).all()
+    others = np.ones(got["lse"].shape, bool)
+    others[1, 70, 2] = False
+    np.testing.assert_array_equal(got["lse"][others], want["lse"][others])
+    for name in ("out", "dq", "dbias"):
+        np.testing.assert_array_equal(got[name][[0, 2, 3]], want[name][[0, 2, 3]])
+    np.testing.assert_array_equal(got["out"][1, :, [0, 1, 3]], want["out"][1, :, [0, 1, 3]])
+    np.testing.assert_array_equal(got["dbias"][1, [0, 1, 3]], want["dbias"][1, [0, 1, 3]])
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf])
+@pytest.mark.parametrize("kind", range(4))
+def test_inf_in_the_bias_follows_the_reference(kind, value, platform):
+    dtype, precision, _ = harness.KINDS[platform][kind]
+    inputs, bias = arrays(dtype), array_operands(dtype)["bias"]
+    bias[1, 2, 70, ::2] = value
+    f = jax.jit(
+        lambda q, k, v, bias: jax_flash.flash_attention(
+            q, k, v, bias, precision=precision, return_residual=True
+        )
+    )
+    with harness.x64(dtype):
+        got = [np.asarray(x).astype(np.float64) for x in f(*inputs[:3], bias)]
+    for a, b in zip(got, oracle.attention(*inputs[:3], bias=bias)[:2], strict=True):
+        for test in (np.isnan, np.isposinf, np.isneginf):
+            np.testing.assert_array_equal(test(a), test(b))
+
+
+HALF = 768  # a multiple of every kernel's tiles
+TILES = {
+    "segments": dict(segment_ids=np.arange(2 * HALF, dtype=np.int32)[None] // HALF),
+    "segments, unsorted": dict(segment_ids=5 - 9 * (np.arange(2 * HALF, dtype=np.int32)[None] // HALF)),
+    "mask": dict(mask=np.arange(2 * HALF)[:, None] // HALF == np.arange(2 * HALF) // HALF),
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("operands", TILES.values(), ids=TILES.keys())
+def test_nothing_leaks_out_of_hidden_tiles(operands, dtype, head_dim, platform):
+    """Two halves that do not see each other: NaN in all of one changes no bit of the other."""
+    rng = np.random.default_rng(0)
+    shapes = [*4 * [(1, 2 * HALF, 1, head_dim)], (1, 2 * HALF, 1)]
+    clean = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    clean = [x.astype(DTYPES[dtype]) for x in clean[:4]] + clean[4:]
+    f = forward_and_backward(dict(deterministic=True))
+    want = f(*clean, operands)
+    for half in (slice(HALF), slice(HALF, None)):
+        poisoned = [x.copy() for x in clean]
+        for x in poisoned:
+            x[:, half] = np.nan
+        got = f(*poisoned, operands)
+        for name, x in want._asdict().items():
+            other = np.delete(x, np.arange(2 * HALF)[half], axis=1)
+            assert np.isfinite(other.astype(np.float32)).all()
+            np.testing.assert_array_equal(
+                np.delete(getattr(got, name), np.arange(2 * HALF)[half], axis=1), other
+            )
+            assert np.isnan(getattr(got, name)[:, half]).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("by", ["mask", "segments"])
+def test_keys_that_no_row_sees_change_nothing(by, dtype, platform):
+    """Whole tiles of them, whose gradients are 0."""
+    rng = np.random.default_rng(0)
+    shapes = [(1, 150, 2, 64), (1, 2 * HALF, 2, 64), (1, 2 * HALF, 2, 64), (1, 150, 2, 64), (1, 150, 2)]
+    clean = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    clean = [x.astype(DTYPES[dtype]) for x in clean[:4]] + clean[4:]
+    is_seen = np.arange(2 * HALF) < HALF
+    operands = {
+        "mask": dict(mask=is_seen),
+        "segments": dict(segment_ids=(np.ones((1, 150), np.int32), is_seen[None].astype(np.int32))),
+    }[by]
+    f = forward_and_backward(dict(deterministic=True))
+    poisoned = [x.copy() for x in clean]
+    for x in poisoned[1:3]:
+        x[:, HALF:] = np.nan
+    got = f(*poisoned, operands)
+    assert_same_bits(got, f(*clean, operands))
+    for x in (got.dk, got.dv):
+        assert x[:, :HALF].any()
+        assert not x[:, HALF:].any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("axes", ["BNTS", "1NTS", "B11S", "1N11"])
+def test_memory_of_the_gradient_of_a_bias_is_not_read_before_it_is_written(axes, dtype, platform):
+    """Where tiles are hidden, too; it is summed in one order whether `deterministic` or not."""
+    sizes = dict(zip("BNTS1", (4, 4, QUERIES, KEYS, 1), strict=True))
+    rng = np.random.default_rng(3)
+    operands = dict(
+        bias=rng.standard_normal([sizes[axis] for axis in axes]).astype(DTYPES[dtype]),
+        mask=np.arange(QUERIES)[:, None] // 70 == np.arange(KEYS) // 70,
+    )
+    f = forward_and_backward_with_bias({})
+    inputs = arrays(dtype)
+    want = f(*inputs, operands)["dbias"]
+    assert np.isfinite(want.astype(np.float32)).all()
+    for megabytes in (1, 4, 64):
+        poison = [jnp.full((megabytes * 2**18 // 16,), jnp.nan) for _ in range(16)]
+        jax.block_until_ready(poison)
+        del poison
+        np.testing.assert_array_equal(f(*inputs, operands)["dbias"], want)

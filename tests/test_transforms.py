@@ -131,6 +131,10 @@ OPERANDS = {
     "key_value_seq_lengths": np.array([[9, 4], [7, 0], [1, 8]], np.int32),
     "query_offset": np.array([[0, 3], [-2, 1], [5, -1]], np.int32),
     "sinks": random(3, 4, seed=4),
+    "mask": np.random.default_rng(5).random((3, 2, 4, 6, 9)) < 0.6,
+    "segment_ids": tuple(
+        np.random.default_rng(size).integers(-1, 2, (3, 2, size)).astype(np.int32) for size in (6, 9)
+    ),
 }
 
 
@@ -147,11 +151,45 @@ def test_vmap_over_operands(names, arrays_too, platform):
     values, got = jax.jit(jax.vmap(gradients, (axis, axis, axis, 0)))(*args, operands)
     for i in range(3):
         row = [x[i] for x in args] if arrays_too else args
-        options = {name: x[i] for name, x in operands.items()} | {"is_causal": True}
+        options = jax.tree.map(lambda x, i=i: x[i], operands) | {"is_causal": True}
         out = oracle.attention(*row, **options).out
         want = oracle.attention(*row, np.cos(out), None, **options)
         np.testing.assert_allclose(values[i], np.sin(out).sum(), rtol=1e-5, atol=1e-5)
         assert_gradients_close([x[i] for x in got], want[2:])
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 6, 9), (1, 4, 6, 9), (2, 1, 1, 9), (4, 6, 1), (6, 9), (9,)], ids=str
+)
+@pytest.mark.parametrize("is_mapped", [False, True], ids=["one mask", "masks"])
+def test_vmap_over_masks(is_mapped, shape, platform):
+    """Of every form, and beside arrays that are mapped."""
+    args = qkv(3, 2)
+    masks = np.random.default_rng(6).random((3, *shape)) < 0.6
+    mask, axis = (masks, 0) if is_mapped else (masks[0], None)
+
+    def gradients(q, k, v, mask):
+        return jax.grad(lambda *args: loss_of_rows(*args, mask=mask), ALL)(q, k, v)
+
+    got = jax.jit(jax.vmap(gradients, (0, 0, 0, axis)))(*args, mask)
+    for i in range(3):
+        _, want = exact_rows(*(x[i] for x in args), {"mask": masks[i if is_mapped else 0]})
+        assert_gradients_close([x[i] for x in got], want)
+
+
+@pytest.mark.parametrize("mapped", [(0, None), (None, 0), (None, None)], ids=["queries", "keys", "neither"])
+def test_vmap_over_segments_of_one_side(mapped, platform):
+    args = qkv(3, 2)
+    ids = tuple(x if axis == 0 else x[0] for x, axis in zip(OPERANDS["segment_ids"], mapped, strict=True))
+
+    def gradients(q, k, v, ids):
+        return jax.grad(lambda *args: loss_of_rows(*args, segment_ids=ids), ALL)(q, k, v)
+
+    got = jax.jit(jax.vmap(gradients, (0, 0, 0, mapped)))(*args, ids)
+    for i in range(3):
+        row = tuple(x[i] if axis == 0 else x for x, axis in zip(ids, mapped, strict=True))
+        _, want = exact_rows(*(x[i] for x in args), {"segment_ids": row})
+        assert_gradients_close([x[i] for x in got], want)
 
 
 def loss_of_rows(q, k, v, **operands):
@@ -340,6 +378,46 @@ def test_sharded_jit_gathers_nothing(shape, spec, spec_kv, operands):
             assert collective not in text
 
 
+# Axes of a mask.
+MASKS = ["BNTS", "1NTS", "B1TS", "TS", "B11S", "NT1", "N11"]
+
+
+@pytest.mark.parametrize("replicated", [False, True], ids=["sharded mask", "replicated mask"])
+@pytest.mark.parametrize("axes", MASKS)
+@pytest.mark.parametrize(("shape", "spec", "spec_kv"), MESHES.values(), ids=MESHES.keys())
+def test_sharded_masks_and_segments_gather_nothing(shape, spec, spec_kv, axes, replicated):
+    """A mask or ids that every device has are cut where they are."""
+    mesh = mesh_of(shape)
+    args = qkv(8, n=16, k=8)
+    rng = np.random.default_rng(7)
+    sizes = dict(zip("BNTS1", (8, 16, 6, 9, 1), strict=True))
+    batch, heads = spec[0], spec[2] if len(spec) > 2 else None
+    spec_mask = P(*({"B": batch, "N": heads}.get(axis) for axis in axes))
+    operands = dict(
+        mask=rng.random([sizes[axis] for axis in axes]) < 0.7,
+        segment_ids=tuple(rng.integers(0, 2, (8, size)).astype(np.int32) for size in (6, 9)),
+    )
+    specs = dict(mask=spec_mask, segment_ids=P(batch))
+    placed_operands = {
+        name: jax.device_put(x, NamedSharding(mesh, P() if replicated else specs[name]))
+        for name, x in operands.items()
+    }
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, (spec, spec_kv, spec_kv), strict=True)
+    ]
+    out, want = exact_rows(*args, operands)
+    f = jax.jit(value_and_gradients)
+    value, gradients = f(*placed, placed_operands)
+    np.testing.assert_allclose(value, np.sin(out).sum(), rtol=1e-4, atol=1e-3)
+    assert_gradients_close(gradients, want)
+    for got, x in zip(gradients, placed, strict=True):
+        assert got.sharding.is_equivalent_to(x.sharding, 4)
+    text = f.lower(*placed, placed_operands).compile().as_text()
+    assert "jax_flash_backward" in text
+    for collective in ("all-gather", "all-to-all", "collective-permute"):
+        assert collective not in text
+
+
 @pytest.mark.parametrize(
     ("spec", "spec_kv"),
     [
@@ -439,11 +517,26 @@ def test_shard_map_with_replicated_keys():
 # ---- export ---------------------------------------------------------------------------------------------
 
 
-def test_export_round_trip(platform):
+EXPORTED = {
+    "": {},
+    "arrays": dict(
+        mask=OPERANDS["mask"][0],
+        segment_ids=jax.tree.map(lambda x: x[0], OPERANDS["segment_ids"]),
+        bias=random(4, 6, 9, seed=8),
+        sinks=OPERANDS["sinks"][0],
+        dropout_rate=0.3,
+        dropout_rng=jax.random.key(9),
+    ),
+    "slopes": dict(bias=jax_flash.Alibi(OPERANDS["sinks"][0])),
+}
+
+
+@pytest.mark.parametrize("operands", EXPORTED.values(), ids=EXPORTED.keys())
+def test_export_round_trip(operands, platform):
     pytest.importorskip("flatbuffers", reason="jax.export writes flatbuffers, an optional dependency of jax")
     args = qkv(2)
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in jax_flash.ffi_targets()]
-    f = jax.jit(lambda q, k, v: attention(q, k, v, is_causal=True, return_residual=True))
+    f = jax.jit(lambda *args: attention(*args, is_causal=True, return_residual=True, **operands))
     exported = jax.export.export(f, platforms=[platform], disabled_checks=checks)(*args)
     restored = jax.export.deserialize(exported.serialize(vjp_order=1))
     for got, want in zip(restored.call(*args), f(*args), strict=True):

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   // ---- Which tile of the sums, and which batch elements and heads add to it ----
   const int seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
   const int num_heads = static_cast<int>(params.num_heads);
-  const int group = num_heads / static_cast<int>(params.num_kv_heads);
+  const int group = num_heads / max(static_cast<int>(params.num_kv_heads), 1);
   using Tile = BiasSumsTile<kBlockM, kBlockN>;
   using Item = typename Tile::Item;
   const Tile tile(params, blockIdx.x);
@@ -213,7 +213,6 @@ template <class Arithmetic, int kHeadDim>
 cudaError_t backward_bias(const BackwardParams& params, const LaunchContext& context) {
   using Config = BackwardBiasConfig<Arithmetic>;
   using Element = typename Config::Element;
-  if (params.dbias_batches == 0 || params.dbias_heads == 0) return cudaSuccess;
   const cudaError_t error = launch_delta<Element>(params, nullptr, 0, context);
   if (error != cudaSuccess) return error;
   const BackwardBiasArguments arguments{params,

@@ -347,8 +347,8 @@ cudaError_t backward_bias(const BackwardParams& params, const LaunchContext& con
   using Config = BackwardBiasConfig<Arithmetic, kHeadDim>;
   using Element = typename Config::Element;
   const bool has_pairs = params.bias && params.dbias_rows == 1 && params.dbias_keys == 1;
-  if (!is_served(params, context) || !has_pairs) return kNotServed;
-  if (params.dbias_batches == 0 || params.dbias_heads == 0) return cudaSuccess;
+  const bool is_empty = params.batch == 0 || params.num_heads == 0;  // of which there is no tensor map
+  if (is_empty || !has_pairs || !is_served(params, context)) return kNotServed;
   const int64_t tiles = Config::Tile::count(params);
   if (tiles > std::numeric_limits<int32_t>::max() - context.multiprocessors) return kNotServed;
   cudaError_t error = launch_delta<Element>(params, nullptr, 0, context);

@@ -319,8 +319,6 @@ struct ForwardConsumer {
     int key;        // the first one of the block
     bool is_whole;  // do mask and segments leave all its pairs visible?
     PairBits<kBlockN / 8> visible[1], kept[1];
-    ListEntry next_entry;               // of the block that comes next, read ahead
-    MaskWords<kBlockN / 8> next_words;  // and its part of the mask
   } block;
 
   __device__ __forceinline__ ForwardConsumer(const ForwardArguments& arguments, ForwardShared<Config> shared,
@@ -445,26 +443,15 @@ struct ForwardConsumer {
   __device__ __forceinline__ void prepare_pairs(int n) {
     if constexpr (Config::kGeneral) {
       const int row = tile().m_start + warp_row();
+      block.key = n * kBlockN;
+      block.is_whole = true;
       if (keys.is_listed()) {
-        if (n == blocks.end - 1) {
-          block.next_entry = keys.entry(n);
-          load_words();
-        }
-        block.key = block.next_entry.unit() * kBlockN;
-        block.is_whole = block.next_entry.is_whole(consumer);
-        if (!block.is_whole) block.visible[0] = pairs().visible(block.next_words, row, block.key);
-        if (n > blocks.begin) block.next_entry = keys.entry(n - 1);
-      } else {
-        block.key = n * kBlockN;
-        block.is_whole = true;
+        const ListEntry entry = keys.entry(n);
+        block.key = entry.unit() * kBlockN;
+        block.is_whole = entry.is_whole(consumer);
+        if (!block.is_whole) load_visible(block.visible, pairs(), row, block.key);
       }
       if (arguments.params.dropout_seeds) draw_kept(block.kept, pairs(), row, block.key);
-    }
-  }
-
-  __device__ __forceinline__ void load_words() {
-    if (!block.next_entry.is_whole(consumer)) {
-      pairs().load_words(block.next_words, tile().m_start + warp_row(), block.next_entry.unit() * kBlockN);
     }
   }
 
@@ -498,7 +485,6 @@ struct ForwardConsumer {
     softmax.exponentiate(scores, arguments.logit.scale_log2);
     if constexpr (Config::kGeneral) {
       if (arguments.params.dropout_seeds) fill_unset(scores, block.kept, 0);
-      if (keys.is_listed() && n > blocks.begin) load_words();
     }
     return moved;
   }

@@ -1,0 +1,435 @@
+"""Biases and slopes: their gradients, dtypes and shapes; the table of cases has them among other options."""
+
+import functools
+import itertools
+import re
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import DTYPES
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_flash
+
+attention = functools.partial(jax_flash.flash_attention, precision="highest")
+T, S = 37, 43
+SIZES = dict(zip("BNTS1", (4, 8, T, S, 1), strict=True))
+
+
+def random(*shape: int, seed: int, dtype=np.float32) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def arrays(dtype=np.float32) -> list[np.ndarray]:
+    """q, k, v."""
+    shapes = (4, T, 8, 16), (4, S, 4, 16), (4, S, 4, 16)
+    return [random(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
+
+
+def bias_of(axes: str, dtype=np.float32) -> np.ndarray:
+    return random(*(SIZES[letter] for letter in axes), seed=3, dtype=dtype)
+
+
+def loss(q, k, v, bias, **options):
+    out = attention(q, k, v, bias, is_causal=True, **options)
+    return jnp.sum(jnp.sin(out.astype(jnp.promote_types(out.dtype, jnp.float32))))
+
+
+def exact_gradients(q, k, v, bias, arithmetic=None, **options) -> list[np.ndarray]:
+    """Those of `loss`, in q, k, v and bias (an array or Alibi)."""
+    name, x = ("alibi", bias.slopes) if isinstance(bias, jax_flash.Alibi) else ("bias", bias)
+    options |= dict(is_causal=True) | {name: x}
+    out = oracle.attention(q, k, v, **options).out
+    if arithmetic is not None:
+        options["arithmetic"] = arithmetic
+    gradients = {}
+    result = oracle.attention(q, k, v, np.cos(out), **options, gradients=gradients)
+    return [result.dq, result.dk, result.dv, gradients[name]]
+
+
+def assert_close(got, want, kind="float32", naive=None) -> None:
+    """Of a gradient of a bias: a sum over what it is broadcast along."""
+    terms = 4 * 8 * T * S // np.size(want)
+    want, naive = (None if x is None else np.reshape(x, np.size(x)) for x in (want, naive))
+    harness.assert_close(np.reshape(got, np.size(got)), want, kind, num_keys=max(S, terms), naive=naive)
+
+
+FORMS = ["".join(axes) for axes in itertools.product("B1", "N1", "T1", "S1")]
+
+
+@pytest.mark.parametrize("axes", [*FORMS, "NTS", "N1S", "TS", "1S", "T1", "S", ""])
+def test_gradient_is_summed_over_broadcast_axes(axes, platform):
+    args, bias = arrays(), bias_of(axes)
+    got = jax.jit(jax.grad(loss, argnums=3))(*args, bias)
+    assert (got.shape, got.dtype) == (bias.shape, bias.dtype)
+    assert_close(got, exact_gradients(*args, bias)[3])
+
+
+@pytest.mark.parametrize("axes", ["BNTS", "1NTS", "B11S"])
+@pytest.mark.parametrize("bias_dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("kind", range(4))
+def test_gradient_has_the_dtype_of_the_bias(kind, bias_dtype, axes, platform):
+    dtype, precision, rule = harness.KINDS[platform][kind]
+    args, bias = arrays(DTYPES[dtype]), bias_of(axes, DTYPES[bias_dtype])
+    with harness.x64(max(dtype, bias_dtype, key=["bfloat16", "float16", "float32", "float64"].index)):
+        got = jax.jit(jax.grad(functools.partial(loss, precision=precision), argnums=3))(*args, bias)
+    assert got.dtype == DTYPES[bias_dtype]
+    kinds = ["float64", "float32", "tfloat32", "float16", "bfloat16"]
+    rule = max(rule, bias_dtype, key=kinds.index)
+    naive = None
+    if rule in ("bfloat16", "float16", "tfloat32"):
+        naive = exact_gradients(*args, bias, oracle.arithmetic_of(rule))[3]
+    assert_close(got, exact_gradients(*args, bias)[3], rule, naive)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_gradient_has_the_dtype_of_the_slopes(dtype, platform):
+    slopes = np.linspace(0.0, 0.5, 8).astype(DTYPES[dtype])
+    gradient = jax.grad(lambda slopes: loss(*arrays(), jax_flash.Alibi(slopes)))(slopes)
+    assert gradient.dtype == DTYPES[dtype]
+    want = exact_gradients(*arrays(), jax_flash.Alibi(slopes))[3]
+    np.testing.assert_allclose(
+        np.asarray(gradient, np.float64), want, rtol=1e-2 if dtype == "bfloat16" else 1e-3
+    )
+
+
+@pytest.mark.parametrize("bias", [bias_of("BNTS"), bias_of("1N1S"), None], ids=["pairs", "keys", "slopes"])
+def test_only_what_is_differentiated_takes_a_pass(bias, platform):
+    """And the other gradients are the same bits with and without it."""
+    bias = jax_flash.Alibi(np.linspace(0.0, 0.5, 8, dtype=np.float32)) if bias is None else bias
+    f = functools.partial(loss, deterministic=True)
+
+    def program(argnums):
+        gradient = jax.jit(jax.grad(f, argnums))
+        return gradient(*arrays(), bias), gradient.lower(*arrays(), bias).as_text()
+
+    every, text = program((0, 1, 2, 3))
+    assert text.count("@jax_flash_backward_bias(") == 1
+    some, text = program((0, 1, 2))
+    assert "@jax_flash_backward_bias(" not in text
+    assert text.count("@jax_flash_backward(") == 1
+    alone, text = program((3,))
+    assert text.count("@jax_flash_backward_bias(") == 1
+    for got, want in zip(jax.tree.leaves((*some, *alone)), jax.tree.leaves(every), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("hidden", [-np.inf, float(np.finfo(np.float32).min), -1e9], ids=str)
+def test_a_bias_as_a_mask(hidden, platform):
+    """Of minus infinity or a large negative number: what masks were before there were masks."""
+    args = arrays()
+    mask = np.random.default_rng(0).random((4, 8, T, S)) < 0.5
+    mask[..., 0] = True  # some key in each row
+    bias = np.where(mask, bias_of("BNTS"), hidden).astype(np.float32)
+    got = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*args, bias)
+    want = exact_gradients(*args, np.where(mask, bias, 0), mask=mask)
+    for a, b in zip(got, want, strict=True):
+        harness.assert_close(a, b, "float32", num_keys=S)
+    assert not np.asarray(got[3])[~mask].any()
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"], ids=["fused", "xla"])
+def test_a_row_of_minus_infinities_sees_no_key(implementation, platform):
+    args, bias = arrays(), bias_of("BNTS")
+    bias[1, 2, 30] = -np.inf
+    out, lse = attention(*args, bias, return_residual=True, implementation=implementation)
+    assert not out[1, 30, 2].any()
+    assert np.isneginf(lse[1, 30, 2])
+    assert np.isfinite(lse).sum() == lse.size - 1
+    for gradient in jax.grad(functools.partial(loss, implementation=implementation), (0, 1, 2, 3))(
+        *args, bias
+    ):
+        assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("constant", [-1e9, 1e9, 3e38, -3e38], ids=str)
+def test_a_large_constant_changes_nothing(constant, platform):
+    """A row is shifted by it as a whole: here logits of 0, which its rounding leaves alone."""
+    q, k, v = arrays()
+    bias = np.full((1, 1, T, 1), constant, np.float32)
+    out, lse = attention(0 * q, k, v, bias, return_residual=True)
+    want = np.broadcast_to(v.mean(1).repeat(2, 1)[:, None], out.shape)
+    np.testing.assert_allclose(out, want, atol=1e-6)
+    np.testing.assert_allclose(lse, constant, rtol=1e-6)
+
+
+@pytest.mark.parametrize("axes", ["BNTS", "1NTS", "B11S", "1N11"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gradient_repeats_its_bits(dtype, axes, platform):
+    """Also where the other gradients are summed in any order."""
+    shapes = (2, 300, 4, 64), (2, 333, 2, 64), (2, 333, 2, 64)
+    args = [jnp.asarray(random(*x, seed=seed, dtype=DTYPES[dtype])) for seed, x in enumerate(shapes)]
+    sizes = dict(zip("BNTS1", (2, 4, 300, 333, 1), strict=True))
+    bias = jnp.asarray(random(*(sizes[x] for x in axes), seed=3))
+    f = jax.jit(jax.grad(loss, argnums=3))
+    want = f(*args, bias)
+    for _ in range(300 if platform == "cuda" else 5):
+        np.testing.assert_array_equal(f(*args, bias), want)
+
+
+# ---- Slopes -----------------------------------------------------------------------------------------------
+
+SLOPES = np.array([0.5, 0.25, 0.125, 0.0625, 0.0, -0.05, 1.0, 0.01], np.float32)
+BESIDE_SLOPES = {
+    "alone": {},
+    "offset": dict(query_offset=6),
+    "offsets": dict(query_offset=np.array([0, 6, -9, 1000], np.int32)),
+    "causal": dict(is_causal=True),
+    "window": dict(local_window_size=(9, 4), query_offset=np.array([0, 6, 3, -2], np.int32)),
+    "soft cap": dict(logits_soft_cap=2.0),
+    "sinks": dict(sinks=np.linspace(-1, 1, 8, dtype=np.float32)),
+    "lengths": dict(key_value_seq_lengths=np.array([0, 43, 5, 20], np.int32)),
+}
+
+
+@pytest.mark.parametrize("options", BESIDE_SLOPES.values(), ids=BESIDE_SLOPES.keys())
+def test_slopes_are_the_dense_bias(options, platform):
+    """Out, lse and gradients, that of the slopes through the dense bias among them."""
+    offset = jnp.reshape(options.get("query_offset", 0), (-1, 1, 1, 1))
+    distance = jnp.abs(jnp.arange(T)[:, None] + offset - jnp.arange(S))
+
+    def dense(slopes):
+        return -slopes[:, None, None] * distance
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def results(make, q, k, v, slopes):
+        def f(q, k, v, slopes):
+            return attention(q, k, v, make(slopes), return_residual=True, **options)
+
+        (out, lse), vjp = jax.vjp(f, q, k, v, slopes)
+        return out, lse, *vjp((jnp.cos(out), jnp.where(jnp.isfinite(lse), jnp.sin(lse), 0)))
+
+    got, want = results(jax_flash.Alibi, *arrays(), SLOPES), results(dense, *arrays(), SLOPES)
+    for a, b in zip(got[:5], want[:5], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    # The slopes' is a sum of gradients times distances, of up to 1000 with the largest offset.
+    largest = float(jnp.abs(distance).max())
+    np.testing.assert_allclose(got[5], want[5], rtol=1e-4, atol=1e-5 * largest)
+
+
+def arrays_of(text: str) -> set[tuple[int, ...]]:
+    """The shapes of all arrays in the text of a program: jaxpr, StableHLO or HLO."""
+    shapes = re.findall(r"(?:tensor<|\b(?:[fsu]\d+|bf16|pred|bool|i1)\[)([\dx,]+)", text)
+    return {tuple(int(size) for size in re.split("[x,]", shape.strip("x,")) if size) for shape in shapes}
+
+
+def programs(f, *args) -> list[str]:
+    """What the function becomes, before and after XLA."""
+    lowered = jax.jit(f).lower(*args)
+    return [str(jax.make_jaxpr(f)(*args)), lowered.as_text(), lowered.compile().as_text()]
+
+
+# Read where they lie; the sums of the gradient of a bias without queries or without keys are smaller.
+WITHOUT_PAIRS = {
+    "slopes": jax_flash.Alibi(SLOPES),
+    "bias of keys": bias_of("B11S"),
+    "bias of heads and rows": bias_of("NT1"),
+    "bias of heads": bias_of("N11"),
+}
+
+
+@pytest.mark.parametrize("bias", WITHOUT_PAIRS.values(), ids=WITHOUT_PAIRS.keys())
+def test_no_array_of_pairs_is_written(bias, platform):
+    f = jax.value_and_grad(
+        functools.partial(loss, key_value_seq_lengths=np.full(4, 9, np.int32)), (0, 1, 2, 3)
+    )
+    for text in programs(f, *arrays(), bias):
+        shapes = arrays_of(text)
+        assert (4, T, 8, 16) in shapes
+        assert not [shape for shape in shapes if T in shape and S in shape]
+
+
+def test_the_search_finds_an_array_of_pairs():
+    """So the test above can fail."""
+    f = functools.partial(loss, implementation="xla")
+    for text in programs(f, *arrays(), jax_flash.Alibi(SLOPES)):
+        assert [shape for shape in arrays_of(text) if T in shape and S in shape]
+
+
+def test_slopes_are_a_pytree():
+    alibi = jax_flash.Alibi(SLOPES)
+    assert len(jax.tree.leaves(alibi)) == 1
+    doubled = jax.tree.map(lambda x: 2 * x, alibi)
+    assert isinstance(doubled, jax_flash.Alibi)
+    np.testing.assert_array_equal(doubled.slopes, 2 * SLOPES)
+
+
+# ---- Transformations --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arrays_too", [False, True], ids=["bias", "bias and arrays"])
+@pytest.mark.parametrize("axes", ["BNTS", "1NTS", "B1TS", "N1S", "TS", "1111", "alibi"])
+def test_vmap_over_biases(axes, arrays_too, platform):
+    """The gradient of each; and of one that is not mapped the sum over the map."""
+    if axes == "alibi":
+        biases = jax_flash.Alibi(np.stack([SLOPES, 2 * SLOPES, -SLOPES]))
+    else:
+        biases = np.stack([bias_of(axes), 2 * bias_of(axes), -bias_of(axes)])
+    args = [np.stack([x, 0.5 * x, -x]) if arrays_too else x for x in arrays()]
+    axis = 0 if arrays_too else None
+    got = jax.jit(jax.vmap(jax.grad(loss, (0, 1, 2, 3)), (axis, axis, axis, 0)))(*args, biases)
+    of_vmap = jax.grad(lambda *args: jax.vmap(loss, (axis, axis, axis, 0))(*args).sum(), 3)(*args, biases)
+
+    def element(x, i):
+        return jax.tree.map(lambda x: x[i], x)
+
+    def row(i):
+        return element(args, i) if arrays_too else args
+
+    for i in range(3):
+        want = exact_gradients(*row(i), element(biases, i))
+        for a, b in zip(element(got[:3], i), want[:3], strict=True):
+            harness.assert_close(a, b, "float32", num_keys=S)
+        for dbias in (got[3], of_vmap):
+            (dbias,) = jax.tree.leaves(element(dbias, i))
+            assert_close(dbias, want[3])
+    if arrays_too:
+        one = element(biases, 0)
+        each = jax.vmap(jax.grad(loss, 3), (0, 0, 0, None))(*args, one)
+        total = jax.grad(lambda bias: jax.vmap(loss, (0, 0, 0, None))(*args, bias).sum())(one)
+        want = [exact_gradients(*row(i), one)[3] for i in range(3)]
+        for i in range(3):
+            assert_close(jax.tree.leaves(element(each, i))[0], want[i])
+        assert_close(jax.tree.leaves(total)[0], sum(want))
+
+
+def test_vmap_of_heads(platform):
+    """Over an inner axis of the bias, and nested."""
+    args = [x[:, :, :4] for x in arrays()]
+    biases = random(4, T, 3, S, 2, seed=5)
+    got = jax.vmap(jax.vmap(lambda bias: loss(*args, bias), 2), 4)(biases)
+    assert got.shape == (2, 3)
+    for i, j in np.ndindex(2, 3):
+        out = oracle.attention(*args, bias=biases[:, :, j, :, i], is_causal=True).out
+        np.testing.assert_allclose(got[i, j], np.sin(out).sum(), rtol=1e-5, atol=1e-4)
+
+
+def test_scan_over_layers_that_share_a_bias(platform):
+    """Its gradient sums over the layers."""
+    q, k, v = arrays()
+    bias, weights = bias_of("NTS"), np.array([0.5, 1.0, 2.0], np.float32)
+
+    def layer(q, w, bias):
+        return q + attention(w * q, k, v, bias)
+
+    def scanned(bias):
+        return jnp.sum(jnp.sin(jax.lax.scan(lambda q, w: (layer(q, w, bias), None), q, weights)[0]))
+
+    def unrolled(biases):
+        x = q
+        for w, bias in zip(weights, biases, strict=True):
+            x = layer(x, w, bias)
+        return jnp.sum(jnp.sin(x))
+
+    got = jax.jit(jax.grad(scanned))(bias)
+    want = jax.jit(jax.grad(unrolled))([bias] * 3)
+    np.testing.assert_allclose(got, sum(want), rtol=1e-4, atol=1e-4)
+
+
+def test_checkpoint(platform):
+    args = *arrays(), bias_of("1NTS")
+    names = jax.checkpoint_policies.save_only_these_names("flash_attention_out", "flash_attention_lse")
+    for policy in (names, jax.checkpoint_policies.nothing_saveable):
+        got = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy), 3))(*args)
+        assert_close(got, exact_gradients(*args)[3])
+
+
+MESH = (2, 4), ("batch", "heads")
+Q_SPECS = {
+    "batch and heads": P("batch", None, "heads"),
+    "batch": P("batch"),
+    "heads": P(None, None, "heads"),
+    "batch over both": P(("batch", "heads")),
+}
+# Axes of a bias, and the axes of the mesh that those of B and N are spread over, where q's are.
+BIASES = ["BNTS", "1NTS", "B1TS", "TS", "NT1", "B11S", "N11", "1111"]
+
+
+def mesh_of(**options) -> Mesh:
+    return Mesh(np.array(jax.devices("cpu")).reshape(MESH[0]), MESH[1], **options)
+
+
+def bias_spec(axes: str, spec) -> P:
+    batch, heads = spec[0], spec[2] if len(spec) > 2 else None
+    return P(*({"B": batch, "N": heads}.get(letter) for letter in axes))
+
+
+def sharded_arrays(mesh, spec):
+    shapes = (8, T, 8, 16), (8, S, 4, 16), (8, S, 4, 16)
+    args = [random(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+    return args, [jax.device_put(x, NamedSharding(mesh, spec)) for x in args]
+
+
+def sharded_bias(axes: str) -> np.ndarray:
+    return random(*((SIZES | {"B": 8})[letter] for letter in axes), seed=3)
+
+
+def assert_sharded_gradients(got, args, bias) -> None:
+    want = exact_gradients(*args, bias)
+    for a, b in zip(got[:3], want[:3], strict=True):
+        harness.assert_close(a, b, "float32", num_keys=S)
+    (dbias,) = jax.tree.leaves(got[3])
+    assert dbias.shape == np.shape(jax.tree.leaves(bias)[0])
+    assert_close(dbias, want[3])
+
+
+@pytest.mark.parametrize("replicated", [False, True], ids=["sharded bias", "replicated bias"])
+@pytest.mark.parametrize("axes", [*BIASES, "alibi"])
+@pytest.mark.parametrize("spec", Q_SPECS.values(), ids=Q_SPECS.keys())
+def test_sharded_jit_sums_the_gradient_and_gathers_no_arrays(spec, axes, replicated):
+    """The gradient sums over the devices that share a bias; q, k, v and their gradients stay where they are."""
+    mesh = mesh_of()
+    args, placed = sharded_arrays(mesh, spec)
+    if axes == "alibi":
+        bias, bias_axes = jax_flash.Alibi(SLOPES), "N"
+    else:
+        bias, bias_axes = sharded_bias(axes), axes
+    placed_bias = jax.device_put(bias, NamedSharding(mesh, P() if replicated else bias_spec(bias_axes, spec)))
+    f = jax.jit(jax.grad(loss, (0, 1, 2, 3)))
+    got = f(*placed, placed_bias)
+    assert_sharded_gradients(got, args, bias)
+    for x, like in zip(got[:3], placed, strict=True):
+        assert x.sharding.is_equivalent_to(like.sharding, 4)
+    text = f.lower(*placed, placed_bias).compile().as_text()
+    assert "jax_flash_backward_bias" in text
+    for line in text.splitlines():
+        if re.search("all-gather|all-to-all|collective-permute", line):
+            assert not [shape for shape in arrays_of(line) if 16 in shape], line  # the head dim
+            assert replicated, line
+
+
+def test_explicit_sharding():
+    mesh = mesh_of(axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    spec = P("batch", None, "heads", None)
+    for axes in ("BNTS", "1NTS", "B11S"):
+        with jax.set_mesh(mesh):
+            args, placed = sharded_arrays(mesh, spec)
+            bias = sharded_bias(axes)
+            placed_bias = jax.device_put(bias, NamedSharding(mesh, bias_spec(axes, spec)))
+            got = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*placed, placed_bias)
+            assert jax.typeof(got[3]).sharding.spec == bias_spec(axes, spec)
+        assert_sharded_gradients(jax.tree.map(np.asarray, got), args, bias)
+
+
+@pytest.mark.parametrize("axes", ["BNTS", "1NTS", "B11S", "TS", "alibi"])
+@pytest.mark.parametrize("spec", Q_SPECS.values(), ids=Q_SPECS.keys())
+def test_shard_map_sums_the_gradient_of_a_replicated_bias(spec, axes):
+    mesh = mesh_of()
+    args, _ = sharded_arrays(mesh, spec)
+    if axes == "alibi":
+        bias, of_bias = jax_flash.Alibi(SLOPES), bias_spec("N", spec)
+    else:
+        bias, of_bias = sharded_bias(axes), bias_spec(axes, spec)
+    f = jax.shard_map(
+        functools.partial(attention, is_causal=True),
+        mesh=mesh,
+        in_specs=(spec, spec, spec, of_bias),
+        out_specs=spec,
+    )
+    got = jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), (0, 1, 2, 3)))(*args, bias)
+    assert_sharded_gradients(got, args, bias)
