@@ -97,6 +97,24 @@ struct Pairs {
   const AttentionParams& params;
   const PairOptions& options;
   int batch, head;
+  int offset = 0;   // of ALiBi's queries
+  float slope = 0;  // of ALiBi, negative
+
+  __device__ __forceinline__ Pairs(const AttentionParams& params, const PairOptions& options)
+      : params(params), options(options) {}
+  __device__ __forceinline__ Pairs(const AttentionParams& params, const PairOptions& options, int batch,
+                                   int head)
+      : Pairs(params, options) {
+    set(batch, head);
+  }
+
+  __device__ __forceinline__ void set(int batch_, int head_) {
+    batch = batch_, head = head_;
+    if (!params.alibi_slopes) return;
+    constexpr int kFar = 1 << 30;  // far from overflow
+    slope = -static_cast<const float*>(params.alibi_slopes)[int64_t{batch} * params.num_heads + head];
+    if (params.query_offset) offset = max(-kFar, min(params.query_offset[batch], kFar));
+  }
 
   __device__ __forceinline__ bool may_hide() const { return params.mask.data || params.query_segment_ids; }
   __device__ __forceinline__ bool may_drop() const { return params.dropout_seeds; }
@@ -109,16 +127,21 @@ struct Pairs {
   __device__ __forceinline__ void start_pieces(const BiasBuffer<kTransposed, kColumns>& buffer, int row0,
                                                int column0) const {
     using Buffer = BiasBuffer<kTransposed, kColumns>;
-    const int query0 = kTransposed ? column0 : row0, key0 = kTransposed ? row0 : column0;
+    constexpr int kQueriesAtOnce = 32 / Buffer::kPieces;
+    const int lane_query = lane_id() / Buffer::kPieces, piece = lane_id() % Buffer::kPieces;
+    const int query0 = (kTransposed ? column0 : row0) + lane_query,
+              key = (kTransposed ? row0 : column0) + 8 * piece;
+    const int queries =
+        key < static_cast<int>(params.seqlen_kv) ? static_cast<int>(params.seqlen_q) - query0 : 0;
     const char* from = static_cast<const char*>(params.bias.data) +
-                       (batch * params.bias.batch_stride + head * params.bias.head_stride) * 2;
+                       (batch * params.bias.batch_stride + head * params.bias.head_stride +
+                        query0 * params.bias.row_stride + key) *
+                           2;
+    const int64_t step = kQueriesAtOnce * params.bias.row_stride * 2;
 #pragma unroll
-    for (int i = 0; i < Buffer::kQueries * Buffer::kPieces / 32; ++i) {
-      const int index = 32 * i + lane_id(), query = index / Buffer::kPieces, piece = index % Buffer::kPieces;
-      const int row = min(query0 + query, static_cast<int>(params.seqlen_q) - 1), key = key0 + 8 * piece;
-      const bool exists = key < static_cast<int>(params.seqlen_kv);
-      ptx::copy_async<16>(buffer.place(query, piece),
-                          from + (row * params.bias.row_stride + (exists ? key : 0)) * 2, exists);
+    for (int i = 0; i < Buffer::kQueries; i += kQueriesAtOnce) {
+      ptx::copy_async<16>(buffer.place(lane_query + i, piece), from, i < queries);
+      from += step;
     }
     ptx::copy_async_commit();
   }
@@ -139,7 +162,7 @@ struct Pairs {
           ptx::load_matrix_x4_transposed(
               r, buffer.place(8 * nt + lane_id() % 8 + lane_id() / 16 * 8, lane_id() / 8 % 2));
         } else {
-          ptx::load_matrix_x4(r, buffer.place(lane_id() % 16, nt + lane_id() / 16));
+          ptx::load_matrix_x4(r, buffer.place(lane_id() % 16, nt ^ lane_id() / 16));
         }
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -178,7 +201,6 @@ struct Pairs {
         add(scores[nt][i + 1], from_16_bits(two >> 16));
       });
     } else if (params.alibi_slopes) {
-      const float slope = -slope_of_head();
       const float distance = lane_distance(row0, column0);
       for_each(scores,
                [&](float& x, int nt, int i) { add(x, slope * fabsf(distance + distance_step(nt, i))); });
@@ -193,8 +215,6 @@ struct Pairs {
   // i + query_offset - j of a lane's first accumulator, and what it is more in another one. Whole numbers,
   // exact in float32 up to 2^24.
   __device__ __forceinline__ float lane_distance(int row0, int column0) const {
-    constexpr int kFar = 1 << 30;  // far from overflow
-    const int offset = params.query_offset ? max(-kFar, min(params.query_offset[batch], kFar)) : 0;
     const int row = row0 + accumulator_row(0, 0), column = column0 + accumulator_column(0, 0);
     return static_cast<float>((kTransposed ? column - row : row - column) + offset);
   }
@@ -278,10 +298,6 @@ struct Pairs {
   __device__ __forceinline__ float from_16_bits(uint32_t bits) const {  // the lower ones
     return options.is_half ? __half2float(__ushort_as_half(static_cast<uint16_t>(bits)))
                            : __uint_as_float(bits << 16);
-  }
-
-  __device__ __forceinline__ float slope_of_head() const {
-    return static_cast<const float*>(params.alibi_slopes)[int64_t{batch} * params.num_heads + head];
   }
 
  private:

@@ -412,13 +412,14 @@ struct BackwardConsumer {
 #pragma unroll 1
     for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
       const typename Config::Queries queries = work.queries(arguments.params, head);
+      const Pairs<true> pairs{arguments.params, arguments.pairs, work.batch, head};
 #pragma unroll 1
       for (int i = 0; i < queries.count; ++i) {
         const int m_start = queries.start(i);
-        if (has_pieces() && i == 0) start_bias(work, head, m_start);
+        if (has_pieces() && i == 0) start_bias(pairs, work.n_start, m_start);
         // With 64 keys for both consumers, each has half of the queries of the block.
         const bool is_whole = !queries.is_listed() || queries.entry(i).is_whole(kByKeys ? consumer : 0);
-        block(work, head, m_start, i + 1 < queries.count ? queries.start(i + 1) : -1, is_whole);
+        block(work, pairs, head, m_start, i + 1 < queries.count ? queries.start(i + 1) : -1, is_whole);
       }
     }
     write_out(work);
@@ -439,22 +440,17 @@ struct BackwardConsumer {
     return Config::kBiasBuffer && arguments.pairs.bias_format == BiasFormat::kPieces;
   }
 
-  __device__ __forceinline__ Pairs<true> pairs_of(const BackwardTileWork<Config>& work, int head) const {
-    return {arguments.params, arguments.pairs, work.batch, head};
-  }
-
   // Begins to copy the bias of the block of queries that begins at m_start.
-  __device__ __forceinline__ void start_bias(const BackwardTileWork<Config>& work, int head, int m_start) {
+  __device__ __forceinline__ void start_bias(const Pairs<true>& pairs, int n_start, int m_start) {
     if constexpr (Config::kBiasBuffer) {
-      pairs_of(work, head)
-          .start_pieces(shared.bias(4 * consumer + warp), work.n_start + warp_row(), m_start + query_row());
+      pairs.start_pieces(shared.bias(4 * consumer + warp), n_start + warp_row(), m_start + query_row());
     }
   }
 
   // `next_m_start`: of this head, -1 if there is none; `is_listed_whole`: do mask and segments leave every
   // pair visible?
-  __device__ __forceinline__ void block(const BackwardTileWork<Config>& work, int head, int m_start,
-                                        int next_m_start, bool is_listed_whole) {
+  __device__ __forceinline__ void block(const BackwardTileWork<Config>& work, const Pairs<true>& pairs,
+                                        int head, int m_start, int next_m_start, bool is_listed_whole) {
     const int stage = uniform(place.stage);
     const uint32_t sQ = shared.sQ(stage), sDout = shared.sDout(stage);
     Scores scores, ds;
@@ -467,7 +463,6 @@ struct BackwardConsumer {
 
     // ---- p = exp(q k^T - lse) ----
     const bool is_whole = work.mask.covers(m_start + query_row(), kQueries, work.n_start + key_row(), 64);
-    const Pairs<true> pairs = pairs_of(work, head);
     const int row0 = work.n_start + warp_row(), column0 = m_start + query_row();
     PairBits<kQueries / 8> visible[1]{{~0u}}, kept[1]{{~0u}};
     if constexpr (Config::kGeneral) {
@@ -480,7 +475,7 @@ struct BackwardConsumer {
       if constexpr (Config::kBiasBuffer) {
         if (has_pieces()) {
           pairs.add_pieces(scores[0], shared.bias(4 * consumer + warp), arguments.logit);
-          if (next_m_start >= 0) start_bias(work, head, next_m_start);
+          if (next_m_start >= 0) start_bias(pairs, work.n_start, next_m_start);
         }
       }
       pairs.transform(scores[0], has_pieces(), arguments.logit, row0, column0);

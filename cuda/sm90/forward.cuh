@@ -313,6 +313,8 @@ struct ForwardConsumer {
   uint32_t sQ;       // of this consumer's rows
   KeyBlocks blocks;  // that this consumer's rows see
   typename Config::Keys keys;
+  Pairs<false> pairs;
+  int row0;  // of this warp
 
   // What depends on the single pair, of the block whose scores are being formed. General form only.
   struct {
@@ -323,7 +325,11 @@ struct ForwardConsumer {
 
   __device__ __forceinline__ ForwardConsumer(const ForwardArguments& arguments, ForwardShared<Config> shared,
                                              int consumer)
-      : arguments(arguments), shared(shared), consumer(consumer), keys(arguments.params, 0, 0, 0, 0, 0) {}
+      : arguments(arguments),
+        shared(shared),
+        consumer(consumer),
+        keys(arguments.params, 0, 0, 0, 0, 0),
+        pairs(arguments.params, arguments.pairs) {}
 
   __device__ __forceinline__ void run() {
     if (consumer == kConsumers - 1) pass_turn();  // the first one begins
@@ -373,7 +379,9 @@ struct ForwardConsumer {
     const KeyBlocks rows = tile().rows[consumer];
     blocks = {uniform(rows.begin), uniform(rows.end), uniform(rows.whole_begin), uniform(rows.whole_end)};
     if constexpr (Config::kGeneral) {
-      keys = {arguments.params, uniform(tile().batch), uniform(tile().head), uniform(tile().m_start), 0, 0};
+      pairs.set(uniform(tile().batch), uniform(tile().head));
+      row0 = uniform(tile().m_start) + warp_row();
+      keys = {arguments.params, pairs.batch, pairs.head, uniform(tile().m_start), 0, 0};
     }
     return true;
   }
@@ -422,9 +430,6 @@ struct ForwardConsumer {
 
   // ---- Softmax ----
 
-  __device__ __forceinline__ Pairs<false> pairs() const {
-    return {arguments.params, arguments.pairs, uniform(tile().batch), uniform(tile().head)};
-  }
   __device__ __forceinline__ bool has_pieces() const {
     return Config::kBiasBuffer && arguments.pairs.bias_format == BiasFormat::kPieces;
   }
@@ -433,8 +438,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ void start_bias(int n) {
     if constexpr (Config::kBiasBuffer) {
       if (has_pieces()) {
-        pairs().start_pieces(shared.bias(4 * consumer + uniform(threadIdx.x / 32 % 4)),
-                             tile().m_start + warp_row(), keys.start(n));
+        pairs.start_pieces(shared.bias(4 * consumer + uniform(threadIdx.x / 32 % 4)), row0, keys.start(n));
       }
     }
   }
@@ -442,35 +446,34 @@ struct ForwardConsumer {
   // Reads and draws what depends on the single pair of block n, while its scores are formed.
   __device__ __forceinline__ void prepare_pairs(int n) {
     if constexpr (Config::kGeneral) {
-      const int row = tile().m_start + warp_row();
       block.key = n * kBlockN;
       block.is_whole = true;
       if (keys.is_listed()) {
         const ListEntry entry = keys.entry(n);
         block.key = entry.unit() * kBlockN;
         block.is_whole = entry.is_whole(consumer);
-        if (!block.is_whole) load_visible(block.visible, pairs(), row, block.key);
+        if (!block.is_whole) load_visible(block.visible, pairs, row0, block.key);
       }
-      if (arguments.params.dropout_seeds) draw_kept(block.kept, pairs(), row, block.key);
+      if (arguments.params.dropout_seeds) draw_kept(block.kept, pairs, row0, block.key);
     }
   }
 
   // From scores of block n to probabilities; true if out must be multiplied by `factor`.
   template <bool kMasked>
   __device__ __forceinline__ bool soften(float (&scores)[1][Config::kBlockN / 8][4], int n) {
-    const int row = tile().m_start + warp_row();
+    const int row = Config::kGeneral ? row0 : tile().m_start + warp_row();
     bool is_whole = blocks.is_whole(n), is_first = n < blocks.whole_begin, is_last = n >= blocks.whole_end;
     int key = n * kBlockN;
     if constexpr (Config::kGeneral) {
       key = block.key;
       if constexpr (Config::kBiasBuffer) {
         if (has_pieces()) {
-          pairs().add_pieces(scores[0], shared.bias(4 * consumer + uniform(threadIdx.x / 32 % 4)),
-                             arguments.logit);
+          pairs.add_pieces(scores[0], shared.bias(4 * consumer + uniform(threadIdx.x / 32 % 4)),
+                           arguments.logit);
           if (n > blocks.begin) start_bias(n - 1);
         }
       }
-      pairs().transform(scores[0], has_pieces(), arguments.logit, row, key);
+      pairs.transform(scores[0], has_pieces(), arguments.logit, row, key);
       if (!block.is_whole) fill_unset(scores, block.visible, -INFINITY);
       if (keys.is_listed()) {
         is_whole = tile().mask.covers(row, 16, key, kBlockN);
