@@ -127,7 +127,7 @@ constexpr ForwardTile forward_tile(int head_dim, bool is_long) {
 // With anything but a scale between scores and softmax: blocks of 64 keys, as lists of visible blocks have
 // them, and up to head dim 192 room for the bias, 2 KB a warp.
 constexpr ForwardTile general_forward_tile(int head_dim) {
-  if (head_dim <= 64) return {3, 64, 4, 2, 64, true};   // 160 KB
+  if (head_dim <= 64) return {3, 64, 4, 2, 64, true};  // 160 KB
   if (head_dim <= 128) return {3, 64, 3, 2, 0, true};  // 216 KB
   return forward_tile(head_dim, false);
 }

@@ -11,6 +11,14 @@ namespace {
 
 enum Visibility : uint8_t { kHidden, kPartly, kWhole };
 
+// The lower 16 bits at the even places.
+__device__ __forceinline__ uint32_t spread(uint32_t x) {
+  x = (x | x << 8) & 0x00ff00ff;
+  x = (x | x << 4) & 0x0f0f0f0f;
+  x = (x | x << 2) & 0x33333333;
+  return (x | x << 1) & 0x55555555;
+}
+
 // Visibility of each block of 64 queries and 64 keys, by mask and segments alone; a warp a block.
 __global__ void __launch_bounds__(256) visibility_kernel(const __grid_constant__ AttentionParams params) {
   const VisibilityWorkspace& visible = params.visible;
@@ -41,23 +49,50 @@ __global__ void __launch_bounds__(256) visibility_kernel(const __grid_constant__
     all = lowest[0] == highest[0] && lowest[1] == highest[1] && lowest[0] == lowest[1];
   }
   if (params.mask.data) {
-    // Lane l looks at keys l and l + 32, row by row: a ballot is 32 keys' bits of a query, and what a lane
-    // has seen is 64 queries' bits of its two keys.
+    // A lane looks at two keys, row by row: a ballot is 32 keys' bits of a query, and what a lane has seen is
+    // 64 queries' bits of its keys. Neighbours, where two bytes can be read at once, else l and l + 32.
     const PairArray& mask = params.mask;
     const bool* from = static_cast<const bool*>(mask.data) + batch * mask.batch_stride +
                        head * mask.head_stride + m_start * mask.row_stride + n_start * mask.key_stride;
-    uint32_t of_row[2][2] = {}, of_key[2][2] = {};  // rows lane and lane + 32, keys the same
+    const bool by_twos =
+        mask.key_stride == 1 && (reinterpret_cast<uintptr_t>(from) | seqlen_kv | mask.row_stride) % 2 == 0;
+    const int first_key = by_twos ? 2 * lane : lane, key_step = by_twos ? 1 : 32;
+    uint32_t of_row[2][2] = {}, of_key[2][2] = {};  // of rows lane and lane + 32; of the lane's keys
     const int rows_to_read = any ? rows : 0;
+    constexpr int kRowsAtOnce = 16;  // on their way from memory
 #pragma unroll
-    for (int row = 0; row < kBlock; ++row) {
+    for (int first_row = 0; first_row < kBlock; first_row += kRowsAtOnce) {
+      uint32_t two[kRowsAtOnce];  // keys' bytes
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int key = lane + 32 * i;
-        const bool seen =
-            row < rows_to_read && key < keys && from[row * mask.row_stride + key * mask.key_stride];
-        const uint32_t seen_keys = __ballot_sync(0xffffffff, seen);
-        if (lane == row % 32) of_row[row / 32][i] = seen_keys;
-        of_key[i][row / 32] |= uint32_t{seen} << row % 32;
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        two[i] = 0;
+        if (first_row + i >= rows_to_read) continue;
+        const bool* from_row = from + (first_row + i) * mask.row_stride;
+        if (by_twos) {
+          if (first_key < keys) two[i] = *reinterpret_cast<const uint16_t*>(from_row + first_key);
+        } else {
+          if (lane < keys) two[i] = from_row[lane * mask.key_stride];
+          if (lane + 32 < keys) two[i] |= from_row[(lane + 32) * mask.key_stride] << 8;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        const int row = first_row + i;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const bool seen = two[i] >> 8 * j & 0xff;
+          const uint32_t seen_keys = __ballot_sync(0xffffffff, seen);
+          if (lane == row % 32) of_row[row / 32][j] = seen_keys;
+          of_key[j][row / 32] |= uint32_t{seen} << row % 32;
+        }
+      }
+    }
+    if (by_twos) {
+#pragma unroll
+      for (auto& words : of_row) {  // the bits of even keys and those of odd keys
+        const uint32_t even = words[0], odd = words[1];
+        words[0] = spread(even & 0xffff) | spread(odd & 0xffff) << 1;
+        words[1] = spread(even >> 16) | spread(odd >> 16) << 1;
       }
     }
     const uint32_t row_keys[2] = {keys < 32 ? (1u << keys) - 1 : ~0u,
@@ -74,19 +109,19 @@ __global__ void __launch_bounds__(256) visibility_kernel(const __grid_constant__
 
     // An axis of size 1 has one row, or one block whose bits are all alike.
     auto write = [&](const VisibilityWorkspace::Bits& bits, uint32_t (&words)[2][2], int start, int count,
-                     int block) {
+                     int block, int first, int step) {
       if (!bits.words) return;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int row = lane + 32 * i;
+        const int row = first + step * i;
         if (row >= count || (bits.row_stride == 0 && row > 0)) continue;
         uint32_t* to = bits.words + batch * bits.batch_stride + head * bits.head_stride +
                        (start + row) * bits.row_stride + 2 * block * bits.word_step;
         for (int j = 0; j < 2; ++j) to[j] = bits.word_step ? words[i][j] : words[i][0] != 0 ? ~0u : 0;
       }
     };
-    write(visible.of_queries, of_row, m_start, rows, n_start / kBlock);
-    write(visible.of_keys, of_key, n_start, keys, m_start / kBlock);
+    write(visible.of_queries, of_row, m_start, rows, n_start / kBlock, lane, 32);
+    write(visible.of_keys, of_key, n_start, keys, m_start / kBlock, first_key, key_step);
   }
   if (lane == 0) visible.visibility[index] = !any ? kHidden : all ? kWhole : kPartly;
 }

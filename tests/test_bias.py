@@ -147,7 +147,7 @@ def test_a_row_of_minus_infinities_sees_no_key(implementation, platform):
         assert np.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("constant", [-1e9, 1e9, 3e38, -3e38], ids=str)
+@pytest.mark.parametrize("constant", [-1e9, 1e9, 2e38, -2e38], ids=str)
 def test_a_large_constant_changes_nothing(constant, platform):
     """A row is shifted by it as a whole: here logits of 0, which its rounding leaves alone."""
     q, k, v = arrays()
