@@ -130,7 +130,7 @@ class CallReader {
     }
     const auto stride = [&](int axis) {
       int64_t elements = got[axis] == 1 ? 0 : 1;
-      for (size_t i = axis + 1; i < got.size(); ++i) elements *= got[i];
+      for (size_t i = axis + 1; i < got.size(); ++i) elements *= std::max<int64_t>(got[i], 1);
       return elements;
     };
     *array = {DataOf(buffer), *ToDType(buffer.element_type()), stride(0), stride(1), stride(2), stride(3)};

@@ -146,7 +146,7 @@ struct Pairs {
     ptx::copy_async_commit();
   }
 
-  // x = score * multiplier + bias, with the pieces that were started last.
+  // x = score * multiplier + bias * bias_multiplier, with the pieces that were started last.
   template <int kNTiles>
   __device__ __forceinline__ void add_pieces(float (&scores)[kNTiles][4],
                                              const BiasBuffer<kTransposed, 8 * kNTiles>& buffer,
@@ -167,7 +167,7 @@ struct Pairs {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           float& x = scores[nt + i / 4][i % 4];
-          x = fmaf(x, logit.multiplier, to_float(r[i / 2], i % 2));
+          x = fmaf(x, logit.multiplier, to_float(r[i / 2], i % 2) * logit.bias_multiplier);
         }
       }
     };
@@ -186,7 +186,7 @@ struct Pairs {
   __device__ __forceinline__ void transform(float (&scores)[kNTiles][4], bool is_added,
                                             const LogitScale& logit, int row0, int column0) const {
     if (logit.transform == LogitScale::kNone) return;
-    auto add = [&](float& x, float bias) { x = fmaf(x, logit.multiplier, bias); };
+    auto add = [&](float& x, float bias) { x = fmaf(x, logit.multiplier, bias * logit.bias_multiplier); };
     const bool reads_bias = !is_added && options.bias_format != BiasFormat::kNone;
     if (reads_bias && options.bias_format == BiasFormat::kOneOf32Bits) {
       for_each_element<float, kNTiles>(params.bias, row0, column0,
@@ -201,9 +201,10 @@ struct Pairs {
         add(scores[nt][i + 1], from_16_bits(two >> 16));
       });
     } else if (params.alibi_slopes) {
-      const float distance = lane_distance(row0, column0);
-      for_each(scores,
-               [&](float& x, int nt, int i) { add(x, slope * fabsf(distance + distance_step(nt, i))); });
+      const float distance = lane_distance(row0, column0), factor = slope * logit.bias_multiplier;
+      for_each(scores, [&](float& x, int nt, int i) {
+        x = fmaf(x, logit.multiplier, factor * fabsf(distance + distance_step(nt, i)));
+      });
     } else if (!is_added) {
       for_each(scores, [&](float& x, int, int) { x *= logit.multiplier; });
     }

@@ -21,9 +21,9 @@ inline constexpr float kLn2 = 0.6931471805599453f;
 
 // How a score becomes a logit: logit * log2(e) = scale_log2 * transform(score), scale_log2 >= 0.
 struct LogitScale {
-  // kMultiply: x = score * multiplier + bias; kSoftCap: tanh(x / cap).
+  // kMultiply: x = score * multiplier + bias * bias_multiplier; kSoftCap: tanh(x / cap).
   enum Transform { kNone, kMultiply, kSoftCap } transform;
-  float multiplier;
+  float multiplier, bias_multiplier;
   float two_log2e_per_cap;
   float scale_log2;
   float scale;  // d logit / d score, but for the soft cap's 1 - tanh^2
@@ -37,18 +37,21 @@ struct LogitScale {
     if (options.logits_soft_cap > 0) {
       transform = kSoftCap;
       multiplier = scale;
+      bias_multiplier = 1;
       two_log2e_per_cap = static_cast<float>(2 * log2e / options.logits_soft_cap);
       scale_log2 = static_cast<float>(options.logits_soft_cap * log2e);
     } else if (options.scale * log2e >= FLT_MIN && !has_bias) {
       transform = kNone;
-      multiplier = 1;
+      multiplier = bias_multiplier = 1;
       scale_log2 = static_cast<float>(options.scale * log2e);
     } else {
       // The largest logit must belong to the largest score, and a masked score of -inf must stay so: a factor
-      // that is negative or vanishes goes in first.
+      // that is negative or vanishes goes in first. So it does before a bias, and log2(e) with it: a large
+      // bias that a whole row has, such as -1e9, then cancels to the bit.
       transform = kMultiply;
-      multiplier = scale;
-      scale_log2 = kLog2e;
+      multiplier = static_cast<float>(options.scale * log2e);
+      bias_multiplier = kLog2e;
+      scale_log2 = 1;
     }
   }
 };

@@ -49,6 +49,7 @@ __global__ void __launch_bounds__(256) visibility_kernel(const __grid_constant__
     all = lowest[0] == highest[0] && lowest[1] == highest[1] && lowest[0] == lowest[1];
   }
   if (params.mask.data) {
+    // Also where segments hide all: another batch element may share this part of the mask.
     // A lane looks at two keys, row by row: a ballot is 32 keys' bits of a query, and what a lane has seen is
     // 64 queries' bits of its keys. Neighbours, where two bytes can be read at once, else l and l + 32.
     const PairArray& mask = params.mask;
@@ -58,15 +59,14 @@ __global__ void __launch_bounds__(256) visibility_kernel(const __grid_constant__
         mask.key_stride == 1 && (reinterpret_cast<uintptr_t>(from) | seqlen_kv | mask.row_stride) % 2 == 0;
     const int first_key = by_twos ? 2 * lane : lane, key_step = by_twos ? 1 : 32;
     uint32_t of_row[2][2] = {}, of_key[2][2] = {};  // of rows lane and lane + 32; of the lane's keys
-    const int rows_to_read = any ? rows : 0;
-    constexpr int kRowsAtOnce = 16;  // on their way from memory
+    constexpr int kRowsAtOnce = 16;                 // on their way from memory
 #pragma unroll
     for (int first_row = 0; first_row < kBlock; first_row += kRowsAtOnce) {
       uint32_t two[kRowsAtOnce];  // keys' bytes
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
         two[i] = 0;
-        if (first_row + i >= rows_to_read) continue;
+        if (first_row + i >= rows) continue;
         const bool* from_row = from + (first_row + i) * mask.row_stride;
         if (by_twos) {
           if (first_key < keys) two[i] = *reinterpret_cast<const uint16_t*>(from_row + first_key);
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(256) visibility_kernel(const __grid_constant__
       any_seen |= (of_row[i][0] | of_row[i][1]) != 0;
       all_seen &= of_row[i][0] == row_keys[0] && of_row[i][1] == row_keys[1];
     }
-    any = __any_sync(0xffffffff, any_seen);
+    any = any && __any_sync(0xffffffff, any_seen);
     all &= __all_sync(0xffffffff, all_seen);
 
     // An axis of size 1 has one row, or one block whose bits are all alike.

@@ -23,7 +23,8 @@ def test_is_close_to_exact(case, kind, platform):
 @pytest.mark.parametrize("case", PAIRS, ids=str)
 def test_pair_of_options_is_close_to_exact(case, platform):
     for dtype, precision, rule in harness.KINDS[platform]:
-        if dtype in ("bfloat16", "float32"):
+        # TF32's own errors, which are large beside these sums, are left to the cases above.
+        if dtype == "bfloat16" or rule == "float32":
             got, gradients = harness.run_with_operands(case, dtype, precision=precision)
             harness.check(got, case, dtype, rule)
             harness.check_operands(gradients, case, dtype, rule)
