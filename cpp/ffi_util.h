@@ -299,6 +299,9 @@ inline ffi::Error ReadOptionalOperands(CallReader& call, std::string_view names,
     return ffi::Error::InvalidArgument(
         "jax_flash: query_segment_ids and key_value_segment_ids must come together.");
   }
+  if (params->options.dropout_rate > 0 && !params->dropout_seeds) {
+    return ffi::Error::InvalidArgument("jax_flash: dropout_rate needs dropout_seeds.");
+  }
   if (names.empty()) return ffi::Error::Success();
   return ffi::Error::InvalidArgument("jax_flash: attribute operands has an unknown or misplaced name in \"" +
                                      std::string(names) + "\".");

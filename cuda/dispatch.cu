@@ -121,7 +121,8 @@ class DeviceGuard {
 
 std::string make_context(const AttentionParams& params, cudaStream_t stream, int device,
                          LaunchContext* context) {
-  if (params.dtype == DType::kFloat64) return "jax_flash: float64 has no CUDA kernel.";
+  if (params.dtype == DType::kFloat64 || (params.bias && params.bias.dtype == DType::kFloat64))
+    return "jax_flash: float64 has no CUDA kernel.";
   context->stream = stream;
   cudaError_t error = cudaSuccess;
   auto read = [&](cudaDeviceAttr attribute) {

@@ -121,8 +121,7 @@ struct Pairs {
 
   // ---- Bias: functions of 16 rows from `row0` on and of 8 kNTiles columns from `column0` on ----
 
-  // Starts to copy pieces; those beyond the end of the keys become zeros, and rows beyond the end the last
-  // one. The warp must be done with what is there.
+  // Starts to copy pieces; those beyond the ends become zeros. The warp must be done with what is there.
   template <int kColumns>
   __device__ __forceinline__ void start_pieces(const BiasBuffer<kTransposed, kColumns>& buffer, int row0,
                                                int column0) const {

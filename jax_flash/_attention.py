@@ -64,8 +64,8 @@ def flash_attention(
       bias: floating-point array of any of query's dtypes, broadcastable to [B, N, T, S], that is added to the
         scaled logits; or :class:`Alibi`. Read where it lies. Differentiable: its gradient is summed in float32 (in
         float64 for float64), always in one order, and takes a pass of its own.
-      mask: bool array, broadcastable to [B, N, T, S]; True where the key is visible. Read where it lies; tiles
-        that it hides take no time.
+      mask: bool array, broadcastable to [B, N, T, S]; True where the key is visible. Never expanded; tiles that
+        it hides take no time.
       scale: finite number that multiplies the logits; None: 1 / sqrt(H).
       is_causal: whether key j is visible to query i only if j <= i + query_offset.
       query_seq_lengths: int32 [B]; queries at and beyond their length see no key. Clamped to [0, T].
