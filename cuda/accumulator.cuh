@@ -41,14 +41,26 @@ __device__ __forceinline__ void for_each_accumulator(const float (&)[kMTiles][kN
   }
 }
 
+// Calls f(mt, h) for each row.
+template <class T, int kMTiles, class F>
+__device__ __forceinline__ void for_each_accumulator_row(const T (&)[kMTiles][2], F f) {
+#pragma unroll
+  for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) f(mt, h);
+  }
+}
+
 // Replaces in `scores`, of rows m_start.. and keys n_start.., the keys before those that a row sees.
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void fill_before(float (&scores)[kMTiles][kNTiles][4], const Mask& mask,
                                             int m_start, int n_start, float value) {
+  int first[kMTiles][2];  // less this lane's first column, so that each element compares with a constant
+  for_each_accumulator_row(first, [&](int mt, int h) {
+    first[mt][h] = mask.first_key(m_start + accumulator_row(mt, h)) - n_start - accumulator_column(0, 0);
+  });
   for_each_accumulator(scores, [&](int mt, int h, int nt, int c) {
-    // Less this lane's first column, so that each element compares with a constant.
-    const int first = mask.first_key(m_start + accumulator_row(mt, h)) - n_start - accumulator_column(0, 0);
-    if (8 * nt + c < first) scores[mt][nt][2 * h + c] = value;
+    if (8 * nt + c < first[mt][h]) scores[mt][nt][2 * h + c] = value;
   });
 }
 
@@ -56,9 +68,12 @@ __device__ __forceinline__ void fill_before(float (&scores)[kMTiles][kNTiles][4]
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void fill_behind(float (&scores)[kMTiles][kNTiles][4], const Mask& mask,
                                             int m_start, int n_start, float value) {
+  int last[kMTiles][2];
+  for_each_accumulator_row(last, [&](int mt, int h) {
+    last[mt][h] = mask.last_key(m_start + accumulator_row(mt, h)) - n_start - accumulator_column(0, 0);
+  });
   for_each_accumulator(scores, [&](int mt, int h, int nt, int c) {
-    const int last = mask.last_key(m_start + accumulator_row(mt, h)) - n_start - accumulator_column(0, 0);
-    if (8 * nt + c > last) scores[mt][nt][2 * h + c] = value;
+    if (8 * nt + c > last[mt][h]) scores[mt][nt][2 * h + c] = value;
   });
 }
 

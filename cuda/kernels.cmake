@@ -45,6 +45,10 @@ if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
 endif()
 
 # Takes head dims piece by piece: one kernel for all.
-foreach(arithmetic IN ITEMS bfloat16 float16 tf32 tf32x3)
-  jax_flash_kernel(backward_bias sm80 ${arithmetic} 256)
-endforeach()
+if(sm80_head_dims)
+  list(SORT sm80_head_dims COMPARE NATURAL)
+  list(GET sm80_head_dims -1 largest_head_dim)
+  foreach(arithmetic IN ITEMS bfloat16 float16 tf32 tf32x3)
+    jax_flash_kernel(backward_bias sm80 ${arithmetic} ${largest_head_dim})
+  endforeach()
+endif()

@@ -11,12 +11,22 @@ namespace {
 
 enum Visibility : uint8_t { kHidden, kPartly, kWhole };
 
-// The lower 16 bits at the even places.
-__device__ __forceinline__ uint32_t spread(uint32_t x) {
-  x = (x | x << 8) & 0x00ff00ff;
-  x = (x | x << 4) & 0x0f0f0f0f;
-  x = (x | x << 2) & 0x33333333;
-  return (x | x << 1) & 0x55555555;
+// The bits of 16 bytes that are 0 or 1. The product moves the lowest bit of byte i to bit 24 + i.
+__device__ __forceinline__ uint32_t pack(uint4 bytes) {
+  auto four = [](uint32_t x) { return (x & 0x01010101) * 0x01020408 >> 24 & 0xf; };
+  return four(bytes.x) | four(bytes.y) << 4 | four(bytes.z) << 8 | four(bytes.w) << 12;
+}
+
+// From 32 bits of row `lane` to those of column `lane` of a warp's 32 x 32: halves that lie across the
+// diagonal change places, in squares of 32, then 16, ...
+__device__ __forceinline__ uint32_t transpose(uint32_t row, int lane) {
+  uint32_t low = 0x0000ffff;  // the lower half of each square's columns
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2, low ^= low << step) {
+    const uint32_t other = __shfl_xor_sync(0xffffffff, row, step);
+    row = lane & step ? (row & ~low) | (other & ~low) >> step : (row & low) | (other & low) << step;
+  }
+  return row;
 }
 
 // Visibility of each block of 64 queries and 64 keys, by mask and segments alone; a warp a block.
@@ -50,49 +60,43 @@ __global__ void __launch_bounds__(256) visibility_kernel(const __grid_constant__
   }
   if (params.mask.data) {
     // Also where segments hide all: another batch element may share this part of the mask.
-    // A lane looks at two keys, row by row: a ballot is 32 keys' bits of a query, and what a lane has seen is
-    // 64 queries' bits of its keys. Neighbours, where two bytes can be read at once, else l and l + 32.
+    // A lane reads 16 keys of one query at a time, 4 lanes a row of the block, and rows meet in shared
+    // memory.
     const PairArray& mask = params.mask;
-    const bool* from = static_cast<const bool*>(mask.data) + batch * mask.batch_stride +
-                       head * mask.head_stride + m_start * mask.row_stride + n_start * mask.key_stride;
-    const bool by_twos =
-        mask.key_stride == 1 && (reinterpret_cast<uintptr_t>(from) | seqlen_kv | mask.row_stride) % 2 == 0;
-    const int first_key = by_twos ? 2 * lane : lane, key_step = by_twos ? 1 : 32;
-    uint32_t of_row[2][2] = {}, of_key[2][2] = {};  // of rows lane and lane + 32; of the lane's keys
-    constexpr int kRowsAtOnce = 16;                 // on their way from memory
+    const uint8_t* from = static_cast<const uint8_t*>(mask.data) + batch * mask.batch_stride +
+                          head * mask.head_stride + m_start * mask.row_stride + n_start * mask.key_stride;
+    const bool by_sixteen =
+        mask.key_stride == 1 && (reinterpret_cast<uintptr_t>(from) | seqlen_kv | mask.row_stride) % 16 == 0;
+    const int first_key = lane % 4 * 16;
+    uint32_t bits[kBlock / 8];
 #pragma unroll
-    for (int first_row = 0; first_row < kBlock; first_row += kRowsAtOnce) {
-      uint32_t two[kRowsAtOnce];  // keys' bytes
-#pragma unroll
-      for (int i = 0; i < kRowsAtOnce; ++i) {
-        two[i] = 0;
-        if (first_row + i >= rows) continue;
-        const bool* from_row = from + (first_row + i) * mask.row_stride;
-        if (by_twos) {
-          if (first_key < keys) two[i] = *reinterpret_cast<const uint16_t*>(from_row + first_key);
-        } else {
-          if (lane < keys) two[i] = from_row[lane * mask.key_stride];
-          if (lane + 32 < keys) two[i] |= from_row[(lane + 32) * mask.key_stride] << 8;
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kRowsAtOnce; ++i) {
-        const int row = first_row + i;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const bool seen = two[i] >> 8 * j & 0xff;
-          const uint32_t seen_keys = __ballot_sync(0xffffffff, seen);
-          if (lane == row % 32) of_row[row / 32][j] = seen_keys;
-          of_key[j][row / 32] |= uint32_t{seen} << row % 32;
+    for (int i = 0; i < kBlock / 8; ++i) {
+      const int row = 8 * i + lane / 4;
+      const uint8_t* from_row = from + row * mask.row_stride;
+      bits[i] = 0;
+      if (row >= rows) continue;
+      if (by_sixteen) {
+        if (first_key < keys) bits[i] = pack(*reinterpret_cast<const uint4*>(from_row + first_key));
+      } else {
+        for (int j = 0; j < 16 && first_key + j < keys; ++j) {
+          bits[i] |= uint32_t{from_row[(first_key + j) * mask.key_stride] != 0} << j;
         }
       }
     }
-    if (by_twos) {
+    __shared__ uint16_t shared[8][kBlock][4];
+    uint16_t (&block_bits)[kBlock][4] = shared[threadIdx.x / 32];
 #pragma unroll
-      for (auto& words : of_row) {  // the bits of even keys and those of odd keys
-        const uint32_t even = words[0], odd = words[1];
-        words[0] = spread(even & 0xffff) | spread(odd & 0xffff) << 1;
-        words[1] = spread(even >> 16) | spread(odd >> 16) << 1;
+    for (int i = 0; i < kBlock / 8; ++i)
+      block_bits[8 * i + lane / 4][lane % 4] = static_cast<uint16_t>(bits[i]);
+    __syncwarp();
+    uint32_t of_row[2][2], of_key[2][2];  // of rows and keys lane and lane + 32: 32 of the others, then 32
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const uint16_t* two = &block_bits[lane + 32 * i][2 * j];
+        of_row[i][j] = two[0] | uint32_t{two[1]} << 16;
+        of_key[j][i] = visible.of_keys.words ? transpose(of_row[i][j], lane) : 0;
       }
     }
     const uint32_t row_keys[2] = {keys < 32 ? (1u << keys) - 1 : ~0u,
@@ -109,43 +113,46 @@ __global__ void __launch_bounds__(256) visibility_kernel(const __grid_constant__
 
     // An axis of size 1 has one row, or one block whose bits are all alike.
     auto write = [&](const VisibilityWorkspace::Bits& bits, uint32_t (&words)[2][2], int start, int count,
-                     int block, int first, int step) {
+                     int block) {
       if (!bits.words) return;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int row = first + step * i;
+        const int row = lane + 32 * i;
         if (row >= count || (bits.row_stride == 0 && row > 0)) continue;
         uint32_t* to = bits.words + batch * bits.batch_stride + head * bits.head_stride +
                        (start + row) * bits.row_stride + 2 * block * bits.word_step;
         for (int j = 0; j < 2; ++j) to[j] = bits.word_step ? words[i][j] : words[i][0] != 0 ? ~0u : 0;
       }
     };
-    write(visible.of_queries, of_row, m_start, rows, n_start / kBlock, lane, 32);
-    write(visible.of_keys, of_key, n_start, keys, m_start / kBlock, first_key, key_step);
+    write(visible.of_queries, of_row, m_start, rows, n_start / kBlock);
+    write(visible.of_keys, of_key, n_start, keys, m_start / kBlock);
   }
   if (lane == 0) visible.visibility[index] = !any ? kHidden : all ? kWhole : kPartly;
 }
 
-// The visible blocks of each tile in ascending order: their number, then an entry for each. A warp a list.
-__global__ void __launch_bounds__(128)
+constexpr int kListThreads = 256;
+
+// The visible blocks of each tile in ascending order: their number, then an entry for each. A list for each
+// block of threads.
+__global__ void __launch_bounds__(kListThreads)
     list_kernel(const __grid_constant__ AttentionParams params, ListShape shape) {
   const VisibilityWorkspace& visible = params.visible;
   constexpr int kBlock = kVisibilityBlock, kMaxUnitBlocks = 2;
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
   const int m_blocks = (seqlen_q + kBlock - 1) / kBlock, n_blocks = (seqlen_kv + kBlock - 1) / kBlock;
-  const int64_t index = int64_t{blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32;
+  const int64_t index = blockIdx.x;
   const int64_t lists = shape.lists(params), length = shape.length(params);
-  if (index >= params.batch * visible.num_heads * lists) return;
   const int64_t batch_and_head = index / lists;
   const uint8_t* blocks = visible.visibility + batch_and_head * m_blocks * n_blocks;
   int32_t* list = visible.lists + index * length;
   const Mask mask(params, static_cast<int>(batch_and_head / visible.num_heads));
   const int tile_start = static_cast<int>(index % lists) * shape.tile;
 
+  __shared__ int warp_counts[kListThreads / 32];
   int count = 0;
-  for (int first = 0; first < length - 1; first += 32) {
-    const int unit = first + lane, start = unit * shape.unit, end = start + shape.unit;
+  for (int first = 0; first < length - 1; first += kListThreads) {
+    const int unit = first + threadIdx.x, start = unit * shape.unit, end = start + shape.unit;
     bool any = false, all = true;
     int32_t parts = 0;
     // Unrolled, so that all blocks are read at once.
@@ -175,10 +182,17 @@ __global__ void __launch_bounds__(128)
       all &= is_whole;
     }
     const uint32_t seen = __ballot_sync(0xffffffff, any);
-    if (any) list[1 + count + __popc(seen & ((1u << lane) - 1))] = ListEntry::make(unit, all) | parts;
-    count += __popc(seen);
+    if (lane == 0) warp_counts[warp] = __popc(seen);
+    __syncthreads();
+    int place = count + __popc(seen & ((1u << lane) - 1));
+    for (int i = 0; i < kListThreads / 32; ++i) {
+      if (i < warp) place += warp_counts[i];
+      count += warp_counts[i];
+    }
+    if (any) list[1 + place] = ListEntry::make(unit, all) | parts;
+    __syncthreads();  // warp_counts have been read
   }
-  if (lane == 0) list[0] = count;
+  if (threadIdx.x == 0) list[0] = count;
 }
 
 }  // namespace
@@ -195,7 +209,7 @@ cudaError_t launch_lists(const AttentionParams& params, const ListShape& shape,
                          const LaunchContext& context) {
   if (!has_visibility(params)) return cudaSuccess;
   const int64_t lists = params.batch * params.visible.num_heads * shape.lists(params);
-  return launch(list_kernel, ceil_div(lists, 4), 128, 0, context, params, shape);
+  return launch(list_kernel, lists, kListThreads, 0, context, params, shape);
 }
 
 }  // namespace jax_flash::cuda

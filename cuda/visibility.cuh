@@ -36,6 +36,9 @@ struct ListEntry {
     return (is_visible | is_whole << 1) << (1 + 2 * index);
   }
 
+  // One of which every pair is visible.
+  __device__ static ListEntry whole(int unit) { return {unit << 9 | 0x1ff}; }
+
   __device__ __forceinline__ int unit() const { return bits >> 9; }
   __device__ __forceinline__ bool is_whole() const { return bits & 1; }
   __device__ __forceinline__ bool is_visible(int part) const { return bits >> (1 + 2 * part) & 1; }
@@ -53,8 +56,9 @@ cudaError_t launch_lists(const AttentionParams& params, const ListShape& shape, 
 
 // The blocks that a tile of kTile rows goes through, of kBlock rows of the other side, in ascending order.
 // kMayBeListed: false where there is no mask and there are no segments.
-template <bool kMayBeListed, bool kOfQueries, int kTile, int kBlock>
+template <bool kMayBeListed_, bool kOfQueries, int kTile, int kBlock>
 struct BlockList {
+  static constexpr bool kMayBeListed = kMayBeListed_;
   static constexpr int kListTile = std::max<int>(kTile, kVisibilityBlock);
   static constexpr int kUnit = std::max<int>(kBlock, kVisibilityBlock), kBlocksInUnit = kUnit / kBlock;
   static_assert(!kMayBeListed ||

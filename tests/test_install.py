@@ -106,7 +106,8 @@ def test_library_exports_only_its_handlers():
     command = ["nm", "--dynamic", "--defined-only", "--format=posix", LIBRARY]
     names = {line.split()[0] for line in subprocess.check_output(command, text=True).splitlines()}
     platforms = ("Cpu", "Cuda") if jax_flash.build_info()["cuda"] else ("Cpu",)
-    handlers = {f"JaxFlash{step}{platform}" for step in ("Forward", "Backward") for platform in platforms}
+    steps = ("Forward", "Backward", "BackwardBias")
+    handlers = {f"JaxFlash{step}{platform}" for step in steps for platform in platforms}
     assert names == handlers | {"JaxFlashDescription"}
 
 

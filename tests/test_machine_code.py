@@ -1,6 +1,9 @@
 """What the compiler made of the Hopper kernels, read off the library: no GPU is needed."""
 
+import collections
+import functools
 import importlib.util
+import operator
 import pathlib
 import re
 import shutil
@@ -44,17 +47,58 @@ def functions() -> dict[str, list[tuple[int, str]]]:
     }
 
 
-def main_loop(instructions: list[tuple[int, str]]) -> list[str]:
-    """The shortest loop with products: over the blocks that need no mask."""
-    addresses = {address: i for i, (address, _) in enumerate(instructions)}
-    loops = []
-    for end, (_, text) in enumerate(instructions):
+def is_product(text: str) -> bool:
+    return "HGMMA" in text
+
+
+def successors(instructions: list[tuple[int, str]]) -> list[list[int]]:
+    """The instructions that may follow each one."""
+    places = {address: i for i, (address, _) in enumerate(instructions)}
+    following = []
+    for i, (_, text) in enumerate(instructions):
         branch = BRANCH.search(text)
-        start = addresses.get(int(branch[1], 16), end + 1) if branch else end + 1
-        loop = [line for _, line in instructions[start : end + 1]]
-        if any("HGMMA" in line for line in loop):
-            loops.append(loop)
-    return min(loops, key=len)
+        targets = [places[int(branch[1], 16)]] if branch else []
+        if text.startswith("@") or not (branch or re.match(r"(EXIT|RET|BRX|KILL)\b", text)):
+            targets.append(i + 1)
+        following.append([target for target in targets if target < len(instructions)])
+    return following
+
+
+def main_loops(instructions: list[tuple[int, str]]) -> list[list[str]]:
+    """The innermost loops with products: over blocks that need no mask, and one for each form of the general kernel.
+
+    A loop is what leads back to an instruction by which every way to it goes.
+    """
+    following = successors(instructions)
+    leading = collections.defaultdict(list)
+    for i, targets in enumerate(following):
+        for target in targets:
+            leading[target].append(i)
+    dominators = {0: 1}  # of each instruction, as bits of an integer
+    changed = True
+    while changed:
+        changed = False
+        for i in range(1, len(instructions)):
+            known = [dominators[j] for j in leading[i] if j in dominators]
+            if known:
+                bits = functools.reduce(operator.and_, known) | 1 << i
+                changed |= dominators.get(i) != bits
+                dominators[i] = bits
+
+    bodies = collections.defaultdict(set)  # by the first instruction
+    for i, targets in enumerate(following):
+        for head in targets:
+            if i in dominators and dominators[i] >> head & 1:
+                todo, body = [i], bodies[head]
+                body.add(head)
+                while todo:
+                    if (j := todo.pop()) not in body:
+                        body.add(j)
+                        todo += leading[j]
+    loops = [body for body in bodies.values() if any(is_product(instructions[i][1]) for i in body)]
+    innermost = [body for body in loops if not any(other < body for other in loops)]
+    assert innermost
+    return [[instructions[i][1] for i in sorted(body)] for body in innermost]
 
 
 def test_every_kernel_is_there(functions):
@@ -67,14 +111,15 @@ def test_every_kernel_is_there(functions):
 def test_products_run_on_warpgroups(functions):
     for name, instructions in functions.items():
         texts = [text for _, text in instructions]
-        assert any("HGMMA" in text for text in texts), name
+        assert any(map(is_product, texts)), name
         assert not any("HMMA" in text for text in texts), name
         assert any("UTMALDG" in text for text in texts), name
 
 
 def test_main_loop_stays_in_registers(functions):
     for name, instructions in functions.items():
-        assert not [text for text in main_loop(instructions) if LOCAL.search(text)], name
+        for loop in main_loops(instructions):
+            assert not [text for text in loop if LOCAL.search(text)], name
 
 
 def waits(name: str) -> int:
@@ -88,9 +133,11 @@ def waits(name: str) -> int:
 
 def test_products_are_not_serialised(functions):
     for name, instructions in functions.items():
-        assert sum("WARPGROUP.DEPBAR" in text for text in main_loop(instructions)) == waits(name), name
+        for loop in main_loops(instructions):
+            assert sum("WARPGROUP.DEPBAR" in text for text in loop) == waits(name), name
 
 
 def test_the_reader_sees_a_spill():
     code = [(0, "MOV R0, R1"), (16, "HGMMA.64x64x16 R8"), (32, "STL [R1], R2"), (48, "@P0 BRA 0x10")]
-    assert [text for text in main_loop(code) if LOCAL.search(text)] == ["STL [R1], R2"]
+    [loop] = main_loops(code)
+    assert [text for text in loop if LOCAL.search(text)] == ["STL [R1], R2"]

@@ -557,8 +557,9 @@ BUILT_FOR_CUDA = pytest.mark.skipif(
 def test_export_for_both_platforms():
     """A program can be lowered for a GPU where there is none."""
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in jax_flash.ffi_targets()]
-    f = jax.jit(jax.grad(loss, ALL))
-    exported = jax.export.export(f, platforms=["cpu", "cuda"], disabled_checks=checks)(*qkv(2))
+    f = jax.jit(jax.grad(lambda q, k, v, bias: loss(q, k, v, bias=bias), (*ALL, 3)))
+    args = (*qkv(2), random(1, 4, 6, 9))
+    exported = jax.export.export(f, platforms=["cpu", "cuda"], disabled_checks=checks)(*args)
     text = exported.mlir_module()
     assert exported.platforms == ("cpu", "cuda")
     assert all(name in text for name in jax_flash.ffi_targets())

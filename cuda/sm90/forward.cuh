@@ -67,8 +67,8 @@ struct ForwardConfig {
   // many to rescale it is done while the next scores are formed.
   static constexpr bool kRescaleLate = kHeadDim > 128;
 
-  using Tile = WorkTile<kConsumers>;
   using Keys = BlockList<kGeneral, /*kOfQueries=*/true, kBlockM, kBlockN>;
+  using Tile = WorkTile<Keys, kConsumers>;
 
   // Shared memory: tiles of kChunks times [rows, 64] elements, swizzled.
   static constexpr int kChunks = (kHeadDim + kChunkColumns - 1) / kChunkColumns;
@@ -154,7 +154,7 @@ struct ForwardScheduler {
     for (int index = blockIdx.x;;) {
       typename Config::Tile& tile = shared.tile(tile_place.stage);
       ptx::barrier_wait(shared.tile_empty(tile_place.stage), tile_place.parity ^ 1);
-      write_tile<typename Config::Keys, Config::kBlockN>(schedule, arguments.params, index, tile);
+      write_tile<Config::kBlockN>(schedule, arguments.params, index, tile);
       ptx::barrier_arrive(shared.tile_full(tile_place.stage));
       if (index >= schedule.num_tiles) return;
       load_q(tile);
@@ -287,13 +287,14 @@ struct ForwardLoader {
 
 // ---- A consumer: a warpgroup ----
 
-template <class Config>
+template <class Config, PairLoop kLoop>
 struct ForwardConsumer {
   using Arithmetic = typename Config::Arithmetic;
   using Tile = typename Config::Tile;
   static constexpr int kHeadDim = Config::kHeadDim, kBlockN = Config::kBlockN,
                        kConsumers = Config::kConsumers;
   static constexpr int kKvSteps = kBlockN / 16;
+  static constexpr bool kGeneral = Config::kGeneral;
 
   const ForwardArguments& arguments;
   ForwardShared<Config> shared;
@@ -310,26 +311,19 @@ struct ForwardConsumer {
   float factor[1][2];
   bool rescale = false;
   bool has_tile;
-  uint32_t sQ;       // of this consumer's rows
-  KeyBlocks blocks;  // that this consumer's rows see
-  typename Config::Keys keys;
-  Pairs<false> pairs;
-  int row0;  // of this warp
+  uint32_t sQ;         // of this consumer's rows; see q_rows
+  KeyBlocks blocks;    // that this consumer's rows see
+  PieceSource source;  // of this warp's part of the bias; only where kAlways
 
   // What depends on the single pair, of the block whose scores are being formed. General form only.
   struct {
-    int key;        // the first one of the block
-    bool is_whole;  // do mask and segments leave all its pairs visible?
-    PairBits<kBlockN / 8> visible[1], kept[1];
+    ListEntry entry;
+    PairBits<kBlockN / 8> visible[1];
   } block;
 
   __device__ __forceinline__ ForwardConsumer(const ForwardArguments& arguments, ForwardShared<Config> shared,
                                              int consumer)
-      : arguments(arguments),
-        shared(shared),
-        consumer(consumer),
-        keys(arguments.params, 0, 0, 0, 0, 0),
-        pairs(arguments.params, arguments.pairs) {}
+      : arguments(arguments), shared(shared), consumer(consumer) {}
 
   __device__ __forceinline__ void run() {
     if (consumer == kConsumers - 1) pass_turn();  // the first one begins
@@ -345,8 +339,10 @@ struct ForwardConsumer {
       // The inner loop is the one that counts: it stays short enough for the instruction cache.
 #pragma unroll 1
       for (int n = blocks.end - 2; n >= blocks.begin; --n) {
+        if constexpr (!kGeneral) {
 #pragma unroll 1
-        for (; blocks.is_whole(n); --n) next_block</*kMasked=*/false>(n);
+          for (; blocks.is_whole(n); --n) next_block</*kMasked=*/false>(n);
+        }
         if (n >= blocks.begin) next_block</*kMasked=*/true>(n);
       }
       is_joint = end_tile();
@@ -366,11 +362,18 @@ struct ForwardConsumer {
   }
   __device__ __forceinline__ void wait_group() { ptx::named_barrier_wait(1 + kConsumers + consumer, 128); }
 
-  __device__ __forceinline__ int warp_row() const { return 64 * consumer + threadIdx.x / 32 % 4 * 16; }
+  // Of the tile's rows; the warps of the producers come first.
+  __device__ __forceinline__ int warp_row() const { return (threadIdx.x / 32 - 4) * 16; }
 
   // ---- Tiles ----
 
   __device__ __forceinline__ const Tile& tile() const { return shared.tile(tile_place.stage); }
+
+  // Of this warp.
+  __device__ __forceinline__ int row0() const { return uniform(tile().m_start) + warp_row(); }
+  __device__ __forceinline__ Pairs<false, const PairHead<false>&> pairs() const {
+    return {arguments.params, arguments.pairs, tile().pairs};
+  }
 
   // Waits for the next tile; false if there is none.
   __device__ __forceinline__ bool read_tile() {
@@ -378,11 +381,7 @@ struct ForwardConsumer {
     if (uniform(tile().m_start) < 0) return false;
     const KeyBlocks rows = tile().rows[consumer];
     blocks = {uniform(rows.begin), uniform(rows.end), uniform(rows.whole_begin), uniform(rows.whole_end)};
-    if constexpr (Config::kGeneral) {
-      pairs.set(uniform(tile().batch), uniform(tile().head));
-      row0 = uniform(tile().m_start) + warp_row();
-      keys = {arguments.params, pairs.batch, pairs.head, uniform(tile().m_start), 0, 0};
-    }
+    if constexpr (kLoop.pieces == Use::kAlways) source = pairs().template piece_source<kBlockN>(row0());
     return true;
   }
 
@@ -420,8 +419,14 @@ struct ForwardConsumer {
 
   // ---- Products ----
 
+  // Where all options may be met, no uniform register is left to keep it.
+  __device__ __forceinline__ uint32_t q_rows() const {
+    return kLoop.others ? uniform(shared.sQ(q_place.stage, 64 * consumer)) : sQ;
+  }
+
   __device__ __forceinline__ void issue_scores(float (&scores)[1][Config::kBlockN / 8][4], uint32_t sK) {
-    sm90::issue_scores<Arithmetic, kHeadDim>(scores, sQ, Config::kQChunkBytes, sK, Config::kKvChunkBytes);
+    sm90::issue_scores<Arithmetic, kHeadDim>(scores, q_rows(), Config::kQChunkBytes, sK,
+                                             Config::kKvChunkBytes);
   }
 
   __device__ __forceinline__ void issue_values(uint32_t sV) {
@@ -430,69 +435,81 @@ struct ForwardConsumer {
 
   // ---- Softmax ----
 
+  __device__ __forceinline__ bool is_listed() const {
+    if constexpr (kLoop.lists == Use::kMaybe) return tile().keys.is_listed();
+    return kLoop.lists == Use::kAlways;
+  }
   __device__ __forceinline__ bool has_pieces() const {
-    return Config::kBiasBuffer && arguments.pairs.bias_format == BiasFormat::kPieces;
+    if constexpr (!Config::kBiasBuffer || kLoop.pieces != Use::kMaybe) return kLoop.pieces == Use::kAlways;
+    return arguments.pairs.bias_format == BiasFormat::kPieces;
+  }
+  __device__ __forceinline__ typename Config::WarpBias warp_bias() const {
+    return shared.bias(uniform(threadIdx.x / 32) - 4);
   }
 
   // Begins to copy the bias of block n.
   __device__ __forceinline__ void start_bias(int n) {
-    if constexpr (Config::kBiasBuffer) {
-      if (has_pieces()) {
-        pairs.start_pieces(shared.bias(4 * consumer + uniform(threadIdx.x / 32 % 4)), row0, keys.start(n));
-      }
+    if constexpr (kLoop.pieces == Use::kAlways) {
+      pairs().start_pieces(warp_bias(), source, n * kBlockN);
+    } else if constexpr (Config::kBiasBuffer && kLoop.pieces == Use::kMaybe) {
+      if (has_pieces()) pairs().start_pieces(warp_bias(), row0(), tile().keys.start(n));
     }
   }
 
-  // Reads and draws what depends on the single pair of block n, while its scores are formed.
+  // Reads what depends on the single pair of block n, while its scores are formed.
   __device__ __forceinline__ void prepare_pairs(int n) {
-    if constexpr (Config::kGeneral) {
-      block.key = n * kBlockN;
-      block.is_whole = true;
-      if (keys.is_listed()) {
-        const ListEntry entry = keys.entry(n);
-        block.key = entry.unit() * kBlockN;
-        block.is_whole = entry.is_whole(consumer);
-        if (!block.is_whole) load_visible(block.visible, pairs, row0, block.key);
-      }
-      if (arguments.params.dropout_seeds) draw_kept(block.kept, pairs, row0, block.key);
+    if constexpr (kLoop.lists != Use::kNever) {
+      block.entry = is_listed() ? tile().keys.entry(n) : ListEntry::whole(n);
+      if (!block.entry.is_whole(consumer)) load_visible(block.visible, pairs(), row0(), first_key(n));
     }
+  }
+
+  // Of block n, after prepare_pairs(n).
+  __device__ __forceinline__ int first_key(int n) const {
+    return kBlockN * (kLoop.lists == Use::kNever ? n : block.entry.unit());
   }
 
   // From scores of block n to probabilities; true if out must be multiplied by `factor`.
   template <bool kMasked>
   __device__ __forceinline__ bool soften(float (&scores)[1][Config::kBlockN / 8][4], int n) {
-    const int row = Config::kGeneral ? row0 : tile().m_start + warp_row();
-    bool is_whole = blocks.is_whole(n), is_first = n < blocks.whole_begin, is_last = n >= blocks.whole_end;
-    int key = n * kBlockN;
-    if constexpr (Config::kGeneral) {
-      key = block.key;
-      if constexpr (Config::kBiasBuffer) {
-        if (has_pieces()) {
-          pairs.add_pieces(scores[0], shared.bias(4 * consumer + uniform(threadIdx.x / 32 % 4)),
-                           arguments.logit);
-          if (n > blocks.begin) start_bias(n - 1);
-        }
-      }
-      pairs.transform(scores[0], has_pieces(), arguments.logit, row, key);
-      if (!block.is_whole) fill_unset(scores, block.visible, -INFINITY);
-      if (keys.is_listed()) {
-        is_whole = tile().mask.covers(row, 16, key, kBlockN);
-        is_first = is_last = true;
+    if constexpr (Config::kBiasBuffer && kLoop.pieces != Use::kNever) {
+      if (has_pieces()) {
+        pairs().add_pieces(scores[0], warp_bias(), arguments.logit);
+        if (n > blocks.begin) start_bias(n - 1);
       }
     }
-    if (kMasked && !is_whole) {
-      if (is_first) fill_before(scores, tile().mask, row, key, -INFINITY);
-      if (is_last) fill_behind(scores, tile().mask, row, key, -INFINITY);
+    if constexpr (kLoop.others) {
+      pairs().transform(scores[0], has_pieces(), arguments.logit, row0(), first_key(n));
     }
+    if constexpr (kLoop.lists != Use::kNever) {
+      if (!block.entry.is_whole(consumer)) fill_unset(scores, block.visible, -INFINITY);
+    }
+    if constexpr (kMasked) hide(scores, n);
     const bool moved = softmax.raise_maximum(scores, arguments.logit.scale_log2, factor);
     softmax.exponentiate(scores, arguments.logit.scale_log2);
-    if constexpr (Config::kGeneral) {
-      if (arguments.params.dropout_seeds) fill_unset(scores, block.kept, 0);
-    }
     return moved;
   }
 
-  __device__ __forceinline__ void keep_probabilities(const float (&scores)[1][Config::kBlockN / 8][4]) {
+  // What causality, window and lengths hide of block n.
+  __device__ __forceinline__ void hide(float (&scores)[1][Config::kBlockN / 8][4], int n) {
+    const int row = row0();
+    if constexpr (kLoop.lists == Use::kNever) {
+      if (n < blocks.whole_begin) fill_before(scores, tile().mask, row, n * kBlockN, -INFINITY);
+      if (n >= blocks.whole_end) fill_behind(scores, tile().mask, row, n * kBlockN, -INFINITY);
+    } else if (!tile().mask.covers(row, 16, first_key(n), kBlockN)) {
+      fill_hidden(scores, tile().mask, row, first_key(n), -INFINITY);
+    }
+  }
+
+  // When p v has ended, whose operand the probabilities are.
+  __device__ __forceinline__ void keep_probabilities(float (&scores)[1][Config::kBlockN / 8][4], int n) {
+    if constexpr (kLoop.others) {
+      if (arguments.pairs.may_drop) {
+        PairBits<kBlockN / 8> kept[1];
+        draw_kept(kept, pairs(), row0(), first_key(n));
+        fill_unset(scores, kept, 0);
+      }
+    }
 #pragma unroll
     for (int nt = 0; nt < kBlockN / 8; ++nt) make_operand<Arithmetic>(scores[0][nt], nt, p);
   }
@@ -519,7 +536,7 @@ struct ForwardConsumer {
     ptx::keep_in_place(scores[0]);
     release(shared.k_empty(kv_place.stage));
     soften</*kMasked=*/true>(scores, blocks.end - 1);
-    keep_probabilities(scores);
+    keep_probabilities(scores, blocks.end - 1);
   }
 
   // Scores of block n, p v of the block behind it.
@@ -545,7 +562,7 @@ struct ForwardConsumer {
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(out[0]);
     release(shared.v_empty(v_place.stage));
-    keep_probabilities(scores);
+    keep_probabilities(scores, n);
     if constexpr (!Config::kRescaleLate) rescale_out();
   }
 
@@ -590,7 +607,7 @@ struct ForwardConsumer {
       begin_rows();
       prepare_pairs(blocks.end - 1);
       soften</*kMasked=*/true>(scores, blocks.end - 1);
-      keep_probabilities(scores);
+      keep_probabilities(scores, blocks.end - 1);
     }
     if constexpr (!Config::kOutBuffer) {
       if (lane_id() == 0) ptx::tensor_store_wait_read();
@@ -640,7 +657,7 @@ struct ForwardConsumer {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const RowEnd end = softmax.finish(0, h, sink);
-      normalizer[h] = end.normalizer * (Config::kGeneral ? arguments.pairs.kept_factor : 1);
+      normalizer[h] = end.normalizer * (kLoop.others ? arguments.pairs.kept_factor : 1);
       hidden[h] = end.is_empty;
       const int row = row0 + accumulator_row(0, h);
       if (lane_id() % 4 == 0 && row < seqlen_q) {
@@ -718,7 +735,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
   } else {
     ptx::acquire_registers<Config::kConsumerRegisters>();
-    ForwardConsumer<Config>(arguments, shared, warpgroup - 1).run();
+    const int consumer = warpgroup - 1;
+    if constexpr (!Config::kGeneral) {
+      ForwardConsumer<Config, kPlainLoop>(arguments, shared, consumer).run();
+    } else if (arguments.pairs.only_lists) {
+      ForwardConsumer<Config, kListsLoop>(arguments, shared, consumer).run();
+    } else if (Config::kBiasBuffer && arguments.pairs.only_pieces) {
+      ForwardConsumer<Config, Config::kBiasBuffer ? kPiecesLoop : kAnyLoop>(arguments, shared, consumer)
+          .run();
+    } else {
+      ForwardConsumer<Config, kAnyLoop>(arguments, shared, consumer).run();
+    }
   }
 }
 

@@ -9,9 +9,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "launch.h"
 #include "mask.cuh"
+#include "pairs.cuh"
 #include "params.h"
 #include "visibility.cuh"
 
@@ -47,9 +49,18 @@ inline bool make_schedule(const ForwardParams& params, int block_m, const Launch
   return true;
 }
 
+struct Nothing {};
+
+// What the general form adds to a tile. It lies in shared memory rather than in every thread's registers.
+template <class Keys>
+struct PairTile {
+  Keys keys;
+  PairHead<false> pairs;
+};
+
 // A tile of rows of one head, and what its rows see.
-template <int kConsumers>
-struct WorkTile {
+template <class Keys, int kConsumers>
+struct WorkTile : std::conditional_t<Keys::kMayBeListed, PairTile<Keys>, Nothing> {
   int m_start;  // -1: there are no more tiles
   int head;
   int batch;
@@ -60,9 +71,9 @@ struct WorkTile {
 
 // Fills in tile number `index`, field by field: the thread that does it has few registers. Where a list says
 // which blocks are visible (Keys), they are counted along it.
-template <class Keys, int kBlockN, int kConsumers>
+template <int kBlockN, class Keys, int kConsumers>
 __device__ __forceinline__ void write_tile(const Schedule& schedule, const ForwardParams& params, int index,
-                                           WorkTile<kConsumers>& tile) {
+                                           WorkTile<Keys, kConsumers>& tile) {
   if (index >= schedule.num_tiles) {
     tile.m_start = -1;
     return;
@@ -86,6 +97,10 @@ __device__ __forceinline__ void write_tile(const Schedule& schedule, const Forwa
   KeyBlocks blocks = mask.key_blocks<kBlockN>(m_start, min(64 * kConsumers, rows_left));
   const Keys keys(params, batch, tile.head, m_start, 0, 0);
   if (keys.is_listed()) blocks = {0, keys.count, 0, 0};
+  if constexpr (Keys::kMayBeListed) {
+    tile.keys = keys;
+    tile.pairs = PairHead<false>(params, batch, tile.head);
+  }
   tile.blocks = blocks;
 #pragma unroll 1
   for (int i = 0; i < kConsumers; ++i) {
