@@ -82,7 +82,8 @@ def attention_fn(
 
     Raises:
       NotImplementedError: an argument that is not supported was given.
-      TypeError, ValueError: as `flash_attention`; also `is_causal` in decoding.
+      TypeError: as `flash_attention`.
+      ValueError: as `flash_attention`; also `is_causal` in decoding.
     """
     refusals = {
         "module": "the attention weights are never written, so sow_weights cannot record them",

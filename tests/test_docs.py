@@ -1,0 +1,47 @@
+"""The documentation has what it says it has; that its pages and notebooks are right is seen when the site is built."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import jax_flash
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^(```+|~~~+).*?^\1 *$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def test_every_public_name_is_in_the_api_page():
+    described = re.findall(r"^\.\. [\w:]+:: jax_flash\.([\w.]+)", (DOCS / "api.md").read_text(), re.MULTILINE)
+    assert sorted(described) == sorted([*jax_flash.__all__, "flax.attention_fn"])
+
+
+@pytest.mark.parametrize("name", inspect.signature(jax_flash.flash_attention).parameters)
+def test_every_parameter_is_in_the_options_page(name):
+    assert re.search(rf"\b{name}\b", (DOCS / "options.md").read_text())
+
+
+def test_every_picture_of_an_option_is_shown():
+    shown = re.findall(r'src="(options/\w+\.png)"', (DOCS / "options.md").read_text())
+    assert sorted(shown) == sorted(str(path.relative_to(DOCS)) for path in DOCS.glob("options/*"))
+
+
+def test_every_page_is_in_the_index():
+    """Sphinx says so, too, but not every change of a page is built."""
+    entries = re.findall(r"^[\w/]+$", (DOCS / "index.md").read_text(), re.MULTILINE)
+    pages = [path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md")]
+    assert sorted(entries) == sorted(set(pages) - {"index"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#\s]+)", prose(page)) + re.findall(r'(?:src|href)="([^"#]+)"', prose(page))
+    for target in targets:
+        assert re.match(r"https?://", target) or (page.parent / target).exists(), target
