@@ -31,6 +31,7 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 240  # seconds a cell
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # tables that cells make
 
 # Docstrings are written for help(): what is in single backquotes is code.
 default_role = "code"
