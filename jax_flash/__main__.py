@@ -2,49 +2,180 @@
 
 from __future__ import annotations
 
-import functools
-import math
+import argparse
+import dataclasses
 import os
+import pathlib
 import platform
-import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jax_flash
 
-from . import _ffi, _reference
+from . import _demo, _ffi, _sweep
+from ._measure import Progress
 
-# dtype, batch, length, heads, head dim.
-_SHAPES = {"cpu": (jnp.float32, 1, 4096, 4, 64), "gpu": (jnp.bfloat16, 4, 4096, 16, 128)}
-_TENSORS = ("out", "dq", "dk", "dv")
+_CASES = {
+    "cpu": _demo.Case("float32", batch=1, seq_len=4096, heads=4, head_dim=64),
+    "gpu": _demo.Case("bfloat16", batch=4, seq_len=4096, heads=16, head_dim=128),
+}
+_SMALL = {"batch": 1, "seq_len": 8, "heads": 1, "head_dim": 4}  # what a terminal can show
+_SIZES = ("batch", "seq_len", "heads", "head_dim")
 
+_DESCRIPTION = """\
+Runs attention forward and backward on this machine's best device, checks it against a float64 reference, and shows
+its error, time and memory beside those of XLA's own attention. Without arguments it does so for a standard case,
+full and causal; options of the case choose another one, --show prints its numbers, --sweep runs many lengths."""
 
-class _Progress:
-    """A bar on a terminal, lines elsewhere; on stderr, so that what is printed stays clean."""
-
-    def __init__(self, total: int):
-        self._total = total
-        self._done = 0
-
-    def __call__(self, what: str) -> None:
-        if sys.stderr.isatty():
-            bar = "#" * (30 * self._done // self._total)
-            print(f"\r[{bar:30}] {self._done}/{self._total} {what:40}", end="", file=sys.stderr, flush=True)
-        else:
-            print(f"{self._done}/{self._total} {what}", file=sys.stderr, flush=True)
-        self._done += 1
-
-    def clear(self) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{'':80}\r", end="", file=sys.stderr, flush=True)
+_EPILOG = """\
+examples:
+  %(prog)s --seq-len 1000 --head-dim 72 --dtype float16 --causal
+  %(prog)s --show --init ones
+  %(prog)s --init qkv.npy
+  %(prog)s --sweep --causal --output causal"""
 
 
-def _best_device() -> jax.Device:
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text!r}")
+    return seconds
+
+
+def _init(text: str) -> str | np.ndarray:
+    if text in (*_demo.INITS, "ones"):
+        return text
+    if not text.endswith(".npy"):
+        raise argparse.ArgumentTypeError(f"must be normal, uniform, ones or a file FILE.npy, got {text!r}")
+    try:
+        return _demo.load(pathlib.Path(text))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text} {error}" if isinstance(error, ValueError) else error
+        ) from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_flash",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--device", choices=_CASES, help="default: the GPU if there is one that has kernels")
+
+    case = parser.add_argument_group(
+        "the case", "Any of these runs that one case; what is left out is as without arguments."
+    )
+    case.add_argument("--seq-len", type=_positive, metavar="T", help="length of the queries and of the keys")
+    case.add_argument("--head-dim", type=_positive, metavar="H")
+    case.add_argument("--heads", type=_positive, metavar="N")
+    case.add_argument("--batch", type=_positive, metavar="B")
+    case.add_argument("--dtype", choices=("bfloat16", "float16", "float32", "float64"))
+    case.add_argument("--causal", action="store_true", help="query i sees keys 0 to i only")
+    case.add_argument(
+        "--init",
+        type=_init,
+        metavar="normal|uniform|ones|FILE.npy",
+        help="Q, K and V: normal (the default), uniform in [0, 1), ones, or from a file, where they are stacked as "
+        "[3, T, N, H] or, for one head, [3, T, H] and are converted to the dtype",
+    )
+
+    modes = parser.add_argument_group("more to see").add_mutually_exclusive_group()
+    modes.add_argument(
+        "--show",
+        action="store_true",
+        help="print Q, K, V and the output, and the first values of dQ, dK and dV beside the reference's; sizes "
+        f"that are left out are small: {', '.join(f'{n} {x}' for n, x in _SMALL.items())}".replace("_", "-"),
+    )
+    modes.add_argument(
+        "--sweep",
+        action="store_true",
+        help=f"lengths from {_sweep.MIN_SEQ_LEN} in powers of two, ours and XLA's attention: a table, a CSV and "
+        "two plots of time and memory; the batch that is left out is 1",
+    )
+    sweep = parser.add_argument_group("of the sweep")
+    sweep.add_argument(
+        "--max-seq-len",
+        type=_positive,
+        metavar="T",
+        help=f"the longest length (default: {_sweep.MAX_SEQ_LEN})",
+    )
+    sweep.add_argument(
+        "--max-seconds",
+        type=_seconds,
+        metavar="S",
+        help="leave out what is predicted to take longer in one call (default: 10)",
+    )
+    sweep.add_argument(
+        "--output", type=pathlib.Path, metavar="DIR", help="where the files go (default: jax_flash_sweep)"
+    )
+    return parser
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuses options that do not go together."""
+    if options.sweep:
+        if options.seq_len is not None:
+            parser.error("--seq-len does not go with --sweep, which runs many lengths: see --max-seq-len")
+        if isinstance(options.init, np.ndarray):
+            parser.error("--init FILE.npy does not go with --sweep: a file has one length")
+        if options.max_seq_len is not None and options.max_seq_len < _sweep.MIN_SEQ_LEN:
+            parser.error(f"--max-seq-len must be at least {_sweep.MIN_SEQ_LEN}, got {options.max_seq_len}")
+    else:
+        for name in ("max_seq_len", "max_seconds", "output"):
+            if getattr(options, name) is not None:
+                parser.error(f"--{name.replace('_', '-')} goes with --sweep only")
+    if isinstance(options.init, np.ndarray):
+        for name, size in zip(_SIZES, options.init.shape[1:], strict=True):
+            if getattr(options, name) not in (None, size):
+                option = name.replace("_", "-")
+                parser.error(
+                    f"--{option} must be {size}, as in the file of --init, got {getattr(options, name)}"
+                )
+
+
+def _cases(options: argparse.Namespace, platform: str) -> list[_demo.Case]:
+    """The cases to run: one, or the standard ones where no option describes a case."""
+    fields = {name: getattr(options, name) for name in (*_SIZES, "dtype", "init")}
+    given = {name: value for name, value in fields.items() if value is not None}
+    case = _CASES[platform]
+    if not (given or options.causal or options.show or options.sweep):
+        return [case, dataclasses.replace(case, is_causal=True)]
+    if options.show:
+        case = dataclasses.replace(case, **_SMALL)
+    if options.sweep:
+        case = dataclasses.replace(case, batch=1)
+    if isinstance(options.init, np.ndarray):
+        case = dataclasses.replace(case, **dict(zip(_SIZES, options.init.shape[1:], strict=True)))
+    return [dataclasses.replace(case, **given, is_causal=options.causal)]
+
+
+def _device(name: str | None) -> jax.Device:
+    """The device of a name, or the best one.
+
+    Raises:
+      RuntimeError: there is none of that name.
+      NotImplementedError: there is one, and no kernels for it.
+    """
+    if name is not None:
+        device = jax.devices(name)[0]
+        if name == "gpu":
+            _ffi.check_gpu_kernels()
+        return device
     device = jax.devices()[0]
     if device.platform == "gpu":
         try:
@@ -81,110 +212,52 @@ def _summarise(kernels: list[str]) -> str:
     return f", and {len(kernels)} for CUDA: {words}" if kernels else ""
 
 
-@functools.partial(jax.jit, static_argnames="is_causal")
-def _exact(q, k, v, dout, is_causal):
-    """The output and the gradients, in float64, one head at a time: that writes no more than [T, T] scores."""
-
-    def one_head(arrays):
-        q, k, v, dout = (x.astype(jnp.float64)[:, None] for x in arrays)  # [T, 1, H]
-        out, vjp = jax.vjp(functools.partial(_reference.attention, is_causal=is_causal), q, k, v)
-        return tuple(x[:, 0] for x in (out, *vjp(dout)))
-
-    batch, length, heads, head_dim = q.shape
-    by_head = [jnp.swapaxes(x, 1, 2).reshape(-1, length, head_dim) for x in (q, k, v, dout)]
-    results = jax.lax.map(one_head, by_head)
-    return tuple(jnp.swapaxes(x.reshape(batch, heads, length, head_dim), 1, 2) for x in results)
-
-
-def _forward(attention: Callable, q, k, v, dout):
-    return (attention(q, k, v),)
-
-
-def _forward_and_backward(attention: Callable, q, k, v, dout):
-    out, vjp = jax.vjp(attention, q, k, v)
-    return out, *vjp(dout)
-
-
-def _run(function: Callable, arrays: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], float, int]:
-    """Returns the results, the median time of a call in seconds, and the bytes that the program needs."""
-    compiled = jax.jit(function).lower(*arrays).compile()
-    memory = compiled.memory_analysis()
-    size = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    results = jax.block_until_ready(compiled(*arrays))
-    seconds: list[float] = []
-    while sum(seconds) < 0.5 and len(seconds) < 50:
-        start = time.perf_counter()
-        jax.block_until_ready(compiled(*arrays))
-        seconds.append(time.perf_counter() - start)
-    return results, statistics.median(seconds), size
-
-
-def _max_error(got: jax.Array, exact: jax.Array) -> float:
-    """The largest difference; NaN where either is NaN."""
-    return float(jnp.max(jnp.abs(got.astype(jnp.float64) - exact)))
-
-
-def _limit(exact: jax.Array, dtype: np.dtype, peer: float) -> float:
-    """The largest error that passes, beside the error of XLA's attention in the same dtype."""
-    largest = float(jnp.max(jnp.abs(exact)))
-    if dtype == jnp.float32:
-        return 2e-6 * math.sqrt(exact.shape[1]) * max(1.0, largest)
-    return max(2 * peer, float(jnp.finfo(dtype).eps) * largest) + 1e-6
-
-
-def _compare(is_causal: bool, arrays: tuple[jax.Array, ...], progress: _Progress) -> tuple[list[str], bool]:
-    """Runs one kind of attention; returns the lines of the table and whether every check passed."""
-    mask = "causal" if is_causal else "full"
-    progress(f"{mask}: reference in float64")
-    exact = jax.block_until_ready(_exact(*arrays, is_causal=is_causal))
-    ours = functools.partial(jax_flash.flash_attention, is_causal=is_causal)
-    xla = functools.partial(jax.nn.dot_product_attention, is_causal=is_causal, implementation="xla")
-    lines, passed = [], True
-    for name, function in (("forward", _forward), ("forward + backward", _forward_and_backward)):
-        progress(f"{mask}: {name}, jax_flash")
-        results, seconds, size = _run(functools.partial(function, ours), arrays)
-        progress(f"{mask}: {name}, XLA")
-        try:
-            peers, peer_seconds, peer_size = _run(functools.partial(function, xla), arrays)
-            beside = f"{1e3 * peer_seconds:9.2f} {peer_size / 2**20:9.0f}"
-        except jax.errors.JaxRuntimeError:  # out of memory
-            peers, beside = (math.nan,) * 4, f"{'failed':>9} {'':9}"
-        errors = []
-        for tensor, got, peer, right in zip(_TENSORS, results, peers, exact, strict=False):
-            peer_error = 0.0 if isinstance(peer, float) else _max_error(peer, right)
-            error, limit = _max_error(got, right), _limit(right, got.dtype, peer_error)
-            ok = error <= limit  # False for NaN
-            passed = passed and ok
-            errors.append(f"{tensor} {error:.1e}" + ("" if ok else f" FAILED (limit {limit:.1e})"))
-        lines.append(
-            f"{mask:7} {name:19} {1e3 * seconds:9.2f} {size / 2**20:9.0f} {beside}   {', '.join(errors)}"
-        )
-    return lines, passed
-
-
-def main() -> int:
-    """Runs the demonstration; returns the exit status."""
-    jax.config.update("jax_enable_x64", True)  # for the reference
-    device = _best_device()
-    print(_describe(device))
-    dtype, batch, length, heads, head_dim = _SHAPES[device.platform]
-    shape = (batch, length, heads, head_dim)
-    print(f"inputs     {jnp.dtype(dtype).name} {list(shape)}: batch, length, heads, head dim\n", flush=True)
-    with jax.default_device(device):
-        keys = jax.random.split(jax.random.key(0), 4)
-        arrays = tuple(jax.random.normal(key, shape, dtype) for key in keys)
-        progress = _Progress(2 * 5)
-        lines, passed = [], True
-        for is_causal in (False, True):
-            more, ok = _compare(is_causal, arrays, progress)
-            lines += more
-            passed = passed and ok
-        progress.clear()
-    print(f"{'':27} {'jax_flash':>19} {'XLA':>19}")
-    print(f"{'':27} {'ms':>9} {'MiB':>9} {'ms':>9} {'MiB':>9}   largest error against float64")
-    print("\n".join(lines))
+def _run_cases(cases: list[_demo.Case], device: jax.Device, show: bool) -> bool:
+    """Runs and prints cases; returns whether every check passed."""
+    progress = Progress(len(cases) * _demo.STEPS)
+    comparisons = [_demo.compare(case, device, progress) for case in cases]
+    progress.clear()
+    if show:
+        for case, comparison in zip(cases, comparisons, strict=True):
+            print(_demo.show(case, comparison))
+    passed = all(comparison.passed for comparison in comparisons)
+    print(_demo.TABLE_HEAD)
+    print("\n".join(line for comparison in comparisons for line in comparison.lines))
     print("\nMiB: arguments, results and temporaries of the compiled program.")
+    for comparison in comparisons:
+        print("".join(f"{note}\n" for note in comparison.notes), end="")
     print("Every result is as close to the reference as it should be." if passed else "A CHECK FAILED.")
+    return passed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Does what the command line asks; returns the exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    _check(parser, options)
+    jax.config.update("jax_enable_x64", True)  # for the reference
+    if options.sweep:
+        # XLA's attention gets the memory there is. Read where JAX first finds its devices.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    try:
+        device = _device(options.device)
+        cases = _cases(options, device.platform)
+        print(_describe(device))
+        of_sweep = f", {cases[0].mask}" if options.sweep else ""
+        length = "T" if options.sweep else cases[0].seq_len
+        print(
+            f"inputs     {cases[0].describe(length)}: batch, length, heads, head dim{of_sweep}\n", flush=True
+        )
+        with jax.default_device(device):
+            if options.sweep:
+                folder = options.output or pathlib.Path("jax_flash_sweep")
+                longest = options.max_seq_len or _sweep.MAX_SEQ_LEN
+                passed = _sweep.sweep(cases[0], device, longest, options.max_seconds or 10.0, folder)
+            else:
+                passed = _run_cases(cases, device, options.show)
+    except (NotImplementedError, _demo.CaseError) as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0 if passed else 1
 
 
