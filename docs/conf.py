@@ -29,6 +29,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Notebooks are text without results: a page shows what its cells gave in this build, and a cell that fails ends it.
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
+nb_execution_show_tb = True
 nb_execution_timeout = 240  # seconds a cell
 nb_merge_streams = True
 nb_render_markdown_format = "myst"  # tables that cells make
