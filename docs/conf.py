@@ -1,4 +1,4 @@
-"""How Sphinx builds the site: python -m sphinx -W --keep-going docs build/docs."""
+"""How Sphinx builds the site: python -m sphinx -W --keep-going -T docs build/docs."""
 
 import os
 import re
@@ -29,7 +29,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Notebooks are text without results: a page shows what its cells gave in this build, and a cell that fails ends it.
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
-nb_execution_show_tb = True
 nb_execution_timeout = 240  # seconds a cell
 nb_merge_streams = True
 nb_render_markdown_format = "myst"  # tables that cells make
