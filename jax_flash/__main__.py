@@ -16,13 +16,14 @@ import numpy as np
 import jax_flash
 
 from . import _demo, _ffi, _sweep
-from ._measure import Progress
+from ._measure import Progress, device_name
 
 _CASES = {
     "cpu": _demo.Case("float32", batch=1, seq_len=4096, heads=4, head_dim=64),
     "gpu": _demo.Case("bfloat16", batch=4, seq_len=4096, heads=16, head_dim=128),
 }
 _SMALL = {"batch": 1, "seq_len": 8, "heads": 1, "head_dim": 4}  # what a terminal can show
+_OUTPUT = pathlib.Path("jax_flash_sweep")
 _SIZES = ("batch", "seq_len", "heads", "head_dim")
 
 _DESCRIPTION = """\
@@ -118,16 +119,16 @@ def _parser() -> argparse.ArgumentParser:
         "--max-seconds",
         type=_seconds,
         metavar="S",
-        help="leave out what is predicted to take longer in one call (default: 10)",
+        help=f"leave out what is predicted to take longer in one call (default: {_sweep.MAX_SECONDS:g})",
     )
     sweep.add_argument(
-        "--output", type=pathlib.Path, metavar="DIR", help="where the files go (default: jax_flash_sweep)"
+        "--output", type=pathlib.Path, metavar="DIR", help=f"where the files go (default: {_OUTPUT})"
     )
     return parser
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuses options that do not go together."""
+    """Refuses options that do not go together, and makes the folder of the sweep."""
     if options.sweep:
         if options.seq_len is not None:
             parser.error("--seq-len does not go with --sweep, which runs many lengths: see --max-seq-len")
@@ -135,6 +136,10 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
             parser.error("--init FILE.npy does not go with --sweep: a file has one length")
         if options.max_seq_len is not None and options.max_seq_len < _sweep.MIN_SEQ_LEN:
             parser.error(f"--max-seq-len must be at least {_sweep.MIN_SEQ_LEN}, got {options.max_seq_len}")
+        try:
+            (options.output or _OUTPUT).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--output: {error}")
     else:
         for name in ("max_seq_len", "max_seconds", "output"):
             if getattr(options, name) is not None:
@@ -189,8 +194,6 @@ def _device(name: str | None) -> jax.Device:
 
 def _describe(device: jax.Device) -> str:
     info = jax_flash.build_info()
-    is_cpu = device.platform == "cpu"
-    kind = f"{os.cpu_count()} CPU cores, {platform.machine()}" if is_cpu else device.device_kind
     cuda = "without CUDA kernels"
     if info["cuda"]:
         archs = info["archs"].replace(";", ", ")
@@ -198,7 +201,7 @@ def _describe(device: jax.Device) -> str:
     return "\n".join(
         [
             f"jax_flash  {jax_flash.__version__}, on jax {jax.__version__}, Python {platform.python_version()}",
-            f"device     {kind}",
+            f"device     {device_name(device)}",
             f"library    XLA FFI {info['ffi_version']} (jaxlib {info['jaxlib']}), {cuda}",
             f"kernels    cpu{_summarise(info['kernels'])}",
         ]
@@ -215,8 +218,13 @@ def _summarise(kernels: list[str]) -> str:
 def _run_cases(cases: list[_demo.Case], device: jax.Device, show: bool) -> bool:
     """Runs and prints cases; returns whether every check passed."""
     progress = Progress(len(cases) * _demo.STEPS)
-    comparisons = [_demo.compare(case, device, progress) for case in cases]
-    progress.clear()
+    try:
+        comparisons = [_demo.compare(case, device, progress) for case in cases]
+    except _demo.CaseError as error:
+        print(f"Not run: {error}", file=sys.stderr)
+        return False
+    finally:
+        progress.clear()
     if show:
         for case, comparison in zip(cases, comparisons, strict=True):
             print(_demo.show(case, comparison))
@@ -241,23 +249,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     try:
         device = _device(options.device)
-        cases = _cases(options, device.platform)
-        print(_describe(device))
-        of_sweep = f", {cases[0].mask}" if options.sweep else ""
-        length = "T" if options.sweep else cases[0].seq_len
-        print(
-            f"inputs     {cases[0].describe(length)}: batch, length, heads, head dim{of_sweep}\n", flush=True
-        )
-        with jax.default_device(device):
-            if options.sweep:
-                folder = options.output or pathlib.Path("jax_flash_sweep")
-                longest = options.max_seq_len or _sweep.MAX_SEQ_LEN
-                passed = _sweep.sweep(cases[0], device, longest, options.max_seconds or 10.0, folder)
-            else:
-                passed = _run_cases(cases, device, options.show)
-    except (NotImplementedError, _demo.CaseError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    except RuntimeError as error:
+        parser.error(f"--device {options.device}: {error}")
+    cases = _cases(options, device.platform)
+    length, of_sweep = ("T", f", {cases[0].mask}") if options.sweep else (cases[0].seq_len, "")
+    print(_describe(device))
+    print(f"inputs     {cases[0].describe(length)}: batch, length, heads, head dim{of_sweep}\n", flush=True)
+    with jax.default_device(device):
+        if options.sweep:
+            longest = options.max_seq_len or _sweep.MAX_SEQ_LEN
+            seconds = options.max_seconds or _sweep.MAX_SECONDS
+            passed = _sweep.sweep(cases[0], device, longest, seconds, options.output or _OUTPUT)
+        else:
+            passed = _run_cases(cases, device, options.show)
     return 0 if passed else 1
 
 

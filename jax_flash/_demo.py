@@ -66,13 +66,16 @@ def load(path: pathlib.Path) -> np.ndarray:
     """Q, K and V of a .npy file, as [3, batch, length, heads, head dim].
 
     Raises:
-      OSError: the file cannot be read.
+      OSError: the file cannot be opened.
       ValueError: it holds something else, which the message names.
     """
-    array = np.load(path, allow_pickle=False)
-    expected = "must hold Q, K and V stacked in one array of floats, [3, T, N, H] or [3, T, H]"
+    expected = f"{path} must hold Q, K and V stacked in one array of floats, [3, T, N, H] or [3, T, H]"
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (EOFError, ValueError) as error:
+        raise ValueError(f"{expected}, and is no such file: {error}") from None
     if not isinstance(array, np.ndarray) or not np.issubdtype(array.dtype, np.floating):
-        raise ValueError(f"{expected}, got {getattr(array, 'dtype', 'several arrays')}")
+        raise ValueError(f"{expected}, got {getattr(array, 'dtype', 'an archive of several arrays')}")
     if array.ndim not in (3, 4) or array.shape[0] != 3 or array.size == 0:
         raise ValueError(f"{expected}, got {list(array.shape)}")
     with_heads = array if array.ndim == 4 else array[:, :, None]

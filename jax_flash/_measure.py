@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import os
 import pathlib
+import platform
 import re
 import statistics
 import sys
@@ -78,6 +80,13 @@ class Progress:
             print(f"\r{'':80}\r", end="", file=sys.stderr, flush=True)
 
 
+def device_name(device: jax.Device) -> str:
+    """What a person calls it."""
+    if device.platform == "cpu":
+        return f"{os.cpu_count()} CPU cores, {platform.machine()}"
+    return device.device_kind
+
+
 def memory_bytes(device: jax.Device) -> float:
     """The memory that programs may use: what JAX may allocate of a GPU's; of a host's, four fifths of what is free."""
     if device.platform != "cpu":
@@ -88,7 +97,7 @@ def memory_bytes(device: jax.Device) -> float:
         free = min(free, float(limit) - float(used))
     except (OSError, ValueError):  # there is no such file, or it says "max"
         pass
-    return 0.8 * free
+    return int(0.8 * free)
 
 
 def measure(

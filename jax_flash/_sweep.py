@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
+import itertools
+import math
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -14,9 +16,10 @@ import jax
 import jax_flash
 
 from . import _demo
-from ._measure import Measured, Progress, Status, gibibytes, measure, memory_bytes
+from ._measure import Measured, Progress, Status, device_name, gibibytes, measure, memory_bytes
 
 MIN_SEQ_LEN, MAX_SEQ_LEN = 512, 131072
+MAX_SECONDS = 10.0  # of one call
 CSV, TIME_PLOT, MEMORY_PLOT = "sweep.csv", "time.png", "memory.png"
 
 _ATTENTIONS = {"jax_flash": _demo.ours, "XLA": _demo.xla}
@@ -36,12 +39,11 @@ def sweep(
       device: where it runs.
       max_seq_len: the longest length.
       max_seconds: what would take longer in one call is left out.
-      folder: where the files go; made where there is none.
+      folder: where the files go.
 
     Returns:
       Whether our attention ran, where memory and time allowed it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     can_plot = _has_matplotlib()
     if not can_plot:
         print("There is no matplotlib here, so no plots will be drawn: pip install '.[bench]' brings it.\n")
@@ -77,7 +79,7 @@ def _measure_lengths(
     case: _demo.Case, device: jax.Device, lengths: list[int], max_seconds: float, progress: Progress
 ) -> Iterator[tuple[int, dict[tuple[str, str], Measured]]]:
     """For each length the figures of every pass and attention, by their names."""
-    predicted = {(name, attention): 0.0 for name in _demo.PASSES for attention in _ATTENTIONS}
+    predicted = dict.fromkeys(itertools.product(_demo.PASSES, _ATTENTIONS), 0.0)
     for length in lengths:
         at_length = dataclasses.replace(case, seq_len=length)
         measured = {}
@@ -108,13 +110,13 @@ def _row(
         "status": str(measured.status),
         "milliseconds": "" if measured.seconds is None else f"{1e3 * measured.seconds:.6g}",
         "bytes": "" if measured.bytes is None else measured.bytes,
-        "memory_bytes": int(memory_bytes(device)),
+        "memory_bytes": memory_bytes(device),
         "dtype": case.dtype,
         "batch": case.batch,
         "heads": case.heads,
         "head_dim": case.head_dim,
         "causal": case.is_causal,
-        "device": device.device_kind,
+        "device": device_name(device),
         "jax": jax.__version__,
         "jax_flash": jax_flash.__version__,
         "reason": measured.reason,
@@ -131,28 +133,28 @@ def _head() -> str:
 
 
 def _ends(rows: list[Row], max_seconds: float) -> Iterator[str]:
-    """Where each attention ended before the last length, and why."""
-    for name in _demo.PASSES:
-        for attention in _ATTENTIONS:
-            ended = [
-                r for r in rows
-                if (r["pass"], r["attention"]) == (name, attention) and r["status"] != Status.MEASURED
-            ]  # fmt: skip
-            if not ended:
-                continue
-            row = ended[0]
-            why = {
-                Status.TOO_LARGE: lambda row: (
-                    f"gives up: its program needs {gibibytes(row['bytes'])} and there are "
-                    f"{gibibytes(row['memory_bytes'])}"
-                ),
-                Status.OUT_OF_MEMORY: lambda row: "gives up: out of memory",
-                Status.TOO_SLOW: lambda row: (
-                    f"is left out: a call would take more than the {max_seconds:g} s of --max-seconds"
-                ),
-                Status.FAILED: lambda row: f"failed: {row['reason']}",
-            }[row["status"]]
-            yield f"From {row['seq_len']:,} on, {name}, {attention} {why(row)}."
+    """From which length on each attention was not measured, and why."""
+    for name, attention in itertools.product(_demo.PASSES, _ATTENTIONS):
+        first: dict[str, Row] = {}  # of each status
+        for row in rows:
+            if (row["pass"], row["attention"]) == (name, attention):
+                first.setdefault(row["status"], row)
+        for status, row in first.items():
+            if status != Status.MEASURED:
+                yield f"{name}, {attention}, from {row['seq_len']:,} on: {_why(row, max_seconds)}."
+
+
+def _why(row: Row, max_seconds: float) -> str:
+    match row["status"]:
+        case Status.TOO_LARGE:
+            there_are = gibibytes(row["memory_bytes"])
+            return f"not run, as it needs {gibibytes(row['bytes'])} of memory and there are {there_are}"
+        case Status.TOO_SLOW:
+            return (
+                f"not run, as a call is predicted to take longer than the {max_seconds:g} s of --max-seconds"
+            )
+        case status:
+            return f"{status} ({row['reason']})"
 
 
 def _has_matplotlib() -> bool:
@@ -168,45 +170,33 @@ def _plot(rows: list[Row], case: _demo.Case, device: jax.Device, folder: pathlib
     from matplotlib.figure import Figure
 
     lengths = sorted({row["seq_len"] for row in rows})
-    title = f"{case.describe('T')}, {case.mask}, {device.device_kind}"
-    plots = {
-        TIME_PLOT: ("milliseconds", "ms", 1.0),
-        MEMORY_PLOT: ("bytes", "MiB: arguments, results, temporaries", 2.0**-20),
-    }
-    for file, (column, label, unit) in plots.items():
+    plots = [
+        (TIME_PLOT, "milliseconds", 1.0, "ms"),
+        (MEMORY_PLOT, "bytes", 2.0**-20, "MiB of arguments, results and temporaries"),
+    ]
+    for file, column, unit, label in plots:
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         axes = figure.add_subplot()
-        for name in _demo.PASSES:
-            for attention in _ATTENTIONS:
-                of_both = [r for r in rows if (r["pass"], r["attention"]) == (name, attention)]
-                points = [(r["seq_len"], unit * float(r[column])) for r in of_both if r[column] != ""]
-                filled = [r["status"] == Status.MEASURED for r in of_both if r[column] != ""]
-                if not points:
-                    continue
-                color = _COLORS[attention]
-                axes.plot(
-                    *zip(*points, strict=True),
-                    color=color,
-                    linestyle=_STYLES[name],
-                    label=f"{attention}, {name}",
-                )
-                for point, full in zip(points, filled, strict=True):
-                    axes.plot(
-                        *point, "o", color=color, markerfacecolor=color if full else "white", markersize=5
-                    )
-        if column == "bytes":
-            axes.axhline(unit * rows[-1]["memory_bytes"], color="black", linewidth=0.8, linestyle=":")
-            axes.annotate(
-                "memory of the device", (lengths[0], unit * rows[-1]["memory_bytes"]), (0, 3),
-                textcoords="offset points", fontsize=8,
-            )  # fmt: skip
+        for name, attention in itertools.product(_demo.PASSES, _ATTENTIONS):
+            line = [r for r in rows if (r["pass"], r["attention"]) == (name, attention) and r[column] != ""]
+            points = [(r["seq_len"], unit * float(r[column])) for r in line]
+            style = {"color": _COLORS[attention], "linestyle": _STYLES[name], "label": f"{attention}, {name}"}
+            axes.plot([x for x, _ in points], [y for _, y in points], **style)
+            for point, row in zip(points, line, strict=True):
+                face = _COLORS[attention] if row["status"] == Status.MEASURED else "white"
+                axes.plot(*point, "o", color=_COLORS[attention], markerfacecolor=face, markersize=5)
+        if column == "bytes" and math.isfinite(rows[-1]["memory_bytes"]):
+            limit = unit * rows[-1]["memory_bytes"]
+            axes.axhline(limit, color="black", linewidth=0.8, linestyle=":")
+            place = {"textcoords": "offset points", "ha": "right", "va": "top"}
+            axes.annotate("what may be used", (lengths[-1], limit), (0, -4), fontsize=8, **place)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
         axes.minorticks_off()
         axes.set_xlabel("length of queries and keys, T")
         axes.set_ylabel(label)
-        axes.set_title(title, fontsize=10)
+        axes.set_title(f"{case.describe('T')}, {case.mask}, {device_name(device)}", fontsize=10)
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize=9)
         figure.savefig(folder / file, dpi=130)

@@ -1,0 +1,474 @@
+"""`python -m jax_flash`: what its options run, what it prints and writes, and what it refuses."""
+
+import csv
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import oracle
+import pytest
+
+import jax_flash
+from jax_flash import _demo, _measure, _sweep
+from jax_flash.__main__ import main
+
+SMALL = ["--seq-len", "24", "--heads", "2", "--head-dim", "8", "--batch", "1"]
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch):
+    """Short timings, and a process as it was before."""
+    monkeypatch.setattr(_measure, "_WARM_UP", 1e-3)
+    monkeypatch.setattr(_measure, "_DURATION", 1e-3)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
+    x64 = jax.config.jax_enable_x64
+    yield
+    jax.config.update("jax_enable_x64", x64)
+
+
+@pytest.fixture
+def on_platform(platform):
+    """The option that runs it on the platform of the test."""
+    return ["--device", {"cpu": "cpu", "cuda": "gpu"}[platform]]
+
+
+def rows_of_table(printed: str) -> list[str]:
+    return re.findall(r"^((?:full|causal) +forward.*)$", printed, re.MULTILINE)
+
+
+def table_of_errors(printed: str) -> list[dict[str, float]]:
+    """The errors in each row of the table."""
+    return [
+        {name: float(error) for name, error in re.findall(r"(out|d[qkv]) ([0-9.e+-]+)", row)}
+        for row in rows_of_table(printed)
+    ]
+
+
+def matrix(printed: str, name: str) -> np.ndarray:
+    """The matrix that --show printed under a name."""
+    block = printed.split(f"{name} =\n")[1].split("\n\n")[0]
+    assert "..." not in block
+    return np.array([[float(x) for x in line.strip("[] ").split()] for line in block.splitlines()])
+
+
+# ---- One case -----------------------------------------------------------------------------------------------
+
+
+def test_without_options(monkeypatch, capsys):
+    """The standard case, full and causal; a smaller one in its place here."""
+    monkeypatch.setitem(main.__globals__["_CASES"], "cpu", _demo.Case("float32", 1, 64, 2, 8))
+    assert main(["--device", "cpu"]) == 0
+    printed, progress = capsys.readouterr()
+    assert f"jax_flash  {jax_flash.__version__}, on jax {jax.__version__}" in printed
+    assert "inputs     normal float32 [1, 64, 2, 8]: batch, length, heads, head dim" in printed
+    assert [row.split()[0] for row in rows_of_table(printed)] == ["full", "full", "causal", "causal"]
+    errors = table_of_errors(printed)
+    assert [set(row) for row in errors] == 2 * [{"out"}, {"out", "dq", "dk", "dv"}]
+    assert all(0 < error < 1e-5 for row in errors for error in row.values())
+    assert "Every result is as close to the reference as it should be." in printed
+    assert progress.splitlines()[0] == "0/10 full: reference in float64"
+    assert len(progress.splitlines()) == 10
+
+
+def test_as_a_program(tmp_path):
+    """As a user starts it, in a process of its own."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "jax_flash", *SMALL, "--causal"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(rows_of_table(done.stdout)) == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "init"),
+    [("bfloat16", "normal"), ("bfloat16", "uniform"), ("float16", "ones"), ("float32", "uniform")],
+)
+def test_one_case(dtype, init, on_platform, capsys):
+    assert main([*on_platform, *SMALL, "--dtype", dtype, "--init", init, "--causal"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{init} {dtype} [1, 24, 2, 8]" in printed
+    assert [row.split()[0] for row in rows_of_table(printed)] == ["causal", "causal"]
+
+
+def test_float64(capsys):
+    assert main([*SMALL, "--device", "cpu", "--dtype", "float64"]) == 0
+    assert all(error < 1e-13 for row in table_of_errors(capsys.readouterr().out) for error in row.values())
+
+
+def test_sizes_left_out_are_the_standard_ones(monkeypatch, capsys):
+    ran: list[_demo.Case] = []
+    monkeypatch.setattr(
+        _demo, "compare", lambda case, *_: ran.append(case) or _demo.Comparison([], [], True, (), ())
+    )
+    for options in ([], ["--causal"], ["--seq-len", "7", "--batch", "3"], ["--show", "--heads", "3"]):
+        ran_before, arguments = len(ran), ["--device", "cpu", *options]
+        monkeypatch.setattr(_demo, "show", lambda *_: "")
+        assert main(arguments) == 0
+        assert len(ran) - ran_before == (1 if options else 2)
+    assert [case.is_causal for case in ran] == [False, True, True, False, False]
+    assert [case.shape for case in ran] == [(1, 4096, 4, 64)] * 3 + [(3, 7, 4, 64), (1, 8, 3, 4)]
+
+
+@pytest.mark.parametrize(("rows", "is_causal"), [(24, False), (7, False), (7, True)])
+def test_reference(rows, is_causal, monkeypatch):
+    """Its blocks of rows change nothing, also where they do not divide the length."""
+    monkeypatch.setattr(_demo, "_REFERENCE_SCORES", 24 * rows)
+    jax.config.update("jax_enable_x64", True)
+    _demo._exact.clear_cache()
+    operands = _demo.Case("float64", 2, 24, 2, 8).operands()
+    got, rounding = _demo._exact(*operands, is_causal=is_causal)
+    exact = oracle.attention(*operands, is_causal=is_causal)
+    for name, x in zip(_demo.TENSORS, got, strict=True):
+        np.testing.assert_allclose(x, getattr(exact, name), atol=1e-13, err_msg=name)
+    error_of_delta = np.sqrt(np.sum((np.asarray(operands[3]) * exact.out) ** 2, axis=-1))
+    changed = oracle.attention(*operands, dlse=error_of_delta, is_causal=is_causal)
+    for name, x in zip(_demo.TENSORS, rounding, strict=True):
+        change = np.abs(getattr(changed, name) - getattr(exact, name)).max()
+        np.testing.assert_allclose(x, change, atol=1e-13, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("fault", "dtype"), [("a scale", "bfloat16"), ("one element", "float32"), ("NaN", "bfloat16")]
+)
+def test_wrong_results_fail(dtype, fault, monkeypatch, capsys):
+    right = jax_flash.flash_attention
+
+    def wrong(*arguments, **options):
+        out = right(*arguments, **options)
+        return {
+            "a scale": lambda: out * 1.05,
+            "one element": lambda: out.at[0, 5, 1, 3].add(0.1),
+            "NaN": lambda: out.at[0, 5, 1, 3].set(np.nan),
+        }[fault]()
+
+    monkeypatch.setattr(jax_flash, "flash_attention", wrong)
+    assert main([*SMALL, "--device", "cpu", "--dtype", dtype]) == 1
+    printed = capsys.readouterr().out
+    assert "A CHECK FAILED." in printed
+    assert "FAILED (limit " in rows_of_table(printed)[0]
+
+
+@pytest.mark.parametrize("name", ["query", "key"])
+def test_wrong_gradients_fail(name, monkeypatch, capsys):
+    """5 per cent too much of one gradient, the output as it should be."""
+    right, axis = jax_flash.flash_attention, ("query", "key").index(name)
+
+    def wrong(*operands, **options):
+        x = operands[axis]
+        scaled = x * 1.05 - jax.lax.stop_gradient(x) * 0.05
+        return right(*operands[:axis], scaled, *operands[axis + 1 :], **options)
+
+    monkeypatch.setattr(jax_flash, "flash_attention", wrong)
+    assert main([*SMALL, "--device", "cpu", "--dtype", "bfloat16", "--init", "uniform"]) == 1
+    assert f"d{name[0]}" in capsys.readouterr().out.split(" FAILED")[0].split(",")[-1]
+
+
+def test_what_xla_does_not_do_is_said(monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise ValueError("not here\nnor there")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", refuse)
+    assert main([*SMALL, "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert all(" failed " in row for row in rows_of_table(printed))
+    assert "XLA's attention, full forward: not here\n" in printed
+
+
+def test_what_we_do_not_do_is_said(monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise NotImplementedError("No such kernel.")
+
+    monkeypatch.setattr(jax_flash, "flash_attention", refuse)
+    assert main([*SMALL, "--device", "cpu"]) == 1
+    assert "Not run: full forward: No such kernel." in capsys.readouterr().err
+
+
+# ---- --init FILE.npy and --show -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(3, 6, 2, 4), (3, 6, 4)])
+def test_show(shape, on_platform, tmp_path, capsys):
+    """What it prints of a file's values, against values that are computed here."""
+    values = (
+        np.round(8 * np.random.default_rng(0).standard_normal(shape)) / 8
+    )  # exact in float32, and printed so
+    np.save(tmp_path / "qkv.npy", values)
+    q, k, v = values.reshape(3, 1, 6, -1, 4)
+    heads = q.shape[2]
+    with jax.default_matmul_precision("highest"):
+        arguments = [*on_platform, "--dtype", "float32", "--causal", "--show"]
+        assert main([*arguments, "--init", str(tmp_path / "qkv.npy")]) == 0
+    dout = _demo.Case("float32", 1, 6, heads, 4).operands()[3]
+    exact = oracle.attention(q, k, v, dout, is_causal=True)
+    printed = capsys.readouterr().out
+    assert f"given float32 [1, 6, {heads}, 4]" in printed
+    for name, x in (("Q", q), ("K", k), ("V", v), ("out", exact.out)):
+        for head in range(heads):
+            got = matrix(printed, f"{name}[0, :, {head}, :]")
+            np.testing.assert_allclose(got, x[0, :, head], atol=1e-4, err_msg=name)
+    for name in ("dQ", "dK", "dV"):
+        lines = printed.split(f"{name}, its first values")[1].split("\n\n")[0].splitlines()[1:]
+        assert len(lines) == 10
+        right = getattr(exact, name.lower())
+        for line, index in zip(lines, np.ndindex(right.shape), strict=False):
+            where, numbers = line.strip().split("]")
+            assert where == str(list(index)).rstrip("]")
+            ours, reference, difference = map(float, numbers.split())
+            np.testing.assert_allclose(reference, right[index], atol=1e-8, err_msg=name)
+            np.testing.assert_allclose(ours, right[index], atol=1e-5, err_msg=name)
+            np.testing.assert_allclose(difference, ours - reference, atol=3e-8, err_msg=name)
+
+
+def test_show_of_a_large_case_is_short(capsys):
+    assert main(["--device", "cpu", "--show", "--seq-len", "300", "--heads", "3", "--head-dim", "16"]) == 0
+    printed = capsys.readouterr().out
+    assert "The corners of one of 3 heads:" in printed
+    assert "..." in printed.split("out[0, :, 0, :] =")[1].split("\n\n")[0]
+    assert "out[0, :, 1, :]" not in printed
+    assert len(printed.splitlines()) < 100
+
+
+# ---- --sweep ------------------------------------------------------------------------------------------------
+
+
+TINY_SWEEP = ["--sweep", "--heads", "1", "--head-dim", "8", "--max-seq-len", "1024", "--dtype", "float32"]
+
+
+def sweep_rows(folder) -> dict[tuple[int, str, str], dict[str, str]]:
+    with (folder / "sweep.csv").open(newline="") as file:
+        return {(int(row["seq_len"]), row["pass"], row["attention"]): row for row in csv.DictReader(file)}
+
+
+def test_sweep(on_platform, tmp_path, capsys):
+    folder = tmp_path / "new" / "folder"
+    assert main([*on_platform, *TINY_SWEEP, "--causal", "--output", str(folder)]) == 0
+    printed, progress = capsys.readouterr()
+    rows = sweep_rows(folder)
+    passes, attentions = ("forward", "forward + backward"), ("jax_flash", "XLA")
+    assert list(rows) == [(n, p, a) for n in (512, 1024) for p in passes for a in attentions]
+    facts = {
+        "dtype": "float32",
+        "batch": "1",
+        "heads": "1",
+        "head_dim": "8",
+        "causal": "True",
+        "status": "measured",
+    }
+    for row in rows.values():
+        assert facts.items() <= row.items()
+        assert float(row["milliseconds"]) > 0
+        assert row["jax"] == jax.__version__
+    for length in (512, 1024):
+        # q, k and v, and out; dout and three gradients more; XLA's has scores besides.
+        assert int(rows[length, "forward", "jax_flash"]["bytes"]) >= 4 * (4 * length * 8)
+        assert int(rows[length, "forward + backward", "jax_flash"]["bytes"]) >= 8 * (4 * length * 8)
+        assert int(rows[length, "forward", "XLA"]["bytes"]) > 4 * length**2
+        line = re.search(rf"^ *{length:,}  (.*)$", printed, re.MULTILINE)[1].split()
+        milliseconds = [float(rows[length, p, a]["milliseconds"]) for p in passes for a in attentions]
+        np.testing.assert_allclose([float(x) for x in line[::2]], milliseconds, atol=0.006)
+    assert len(progress.splitlines()) == 8
+    assert "not run" not in printed
+
+
+def test_sweep_where_xla_gives_up(monkeypatch, tmp_path, capsys):
+    """Its program of 1,024 is compiled and found too large; ours goes on."""
+    monkeypatch.setattr(_sweep, "memory_bytes", lambda _: 3_000_000)
+    monkeypatch.setattr(_measure, "memory_bytes", lambda _: 3_000_000)
+    assert main(["--device", "cpu", *TINY_SWEEP, "--output", str(tmp_path)]) == 0
+    rows = sweep_rows(tmp_path)
+    assert rows[512, "forward", "XLA"]["status"] == "measured"
+    refused = rows[1024, "forward", "XLA"]
+    assert refused["status"] == "too large"
+    assert refused["milliseconds"] == ""
+    assert int(refused["bytes"]) > 3_000_000 == int(refused["memory_bytes"])
+    assert rows[1024, "forward + backward", "jax_flash"]["status"] == "measured"
+    printed = capsys.readouterr().out
+    assert (
+        "forward, XLA, from 1,024 on: not run, as it needs 0.0 GiB of memory and there are 0.0 GiB."
+        in printed
+    )
+
+
+def test_sweep_where_memory_runs_out(monkeypatch, tmp_path, capsys):
+    """A program that was thought to fit."""
+
+    def run_out(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes.\nmore")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", run_out)
+    assert main(["--device", "cpu", *TINY_SWEEP, "--output", str(tmp_path)]) == 0
+    row = sweep_rows(tmp_path)[512, "forward", "XLA"]
+    assert (row["status"], row["milliseconds"], row["bytes"]) == ("out of memory", "", "")
+    printed = capsys.readouterr().out
+    assert (
+        "forward, XLA, from 512 on: out of memory (RESOURCE_EXHAUSTED: Out of memory allocating 123"
+        in printed
+    )
+
+
+def test_sweep_leaves_out_what_takes_long(tmp_path, capsys):
+    assert main(["--device", "cpu", *TINY_SWEEP, "--max-seconds", "1e-9", "--output", str(tmp_path)]) == 0
+    rows = sweep_rows(tmp_path)
+    assert {row["status"] for (length, *_), row in rows.items() if length == 512} == {"measured"}
+    assert {row["status"] for (length, *_), row in rows.items() if length == 1024} == {"too slow"}
+    assert all(int(row["bytes"]) > 0 for row in rows.values())
+    printed = capsys.readouterr().out
+    assert (
+        "forward, jax_flash, from 1,024 on: not run, as a call is predicted to take longer than the 1e-09 s"
+        in printed
+    )
+
+
+def test_sweep_fails_where_our_attention_does(monkeypatch, tmp_path, capsys):
+    def refuse(*_, **__):
+        raise NotImplementedError("No such kernel.")
+
+    monkeypatch.setattr(jax_flash, "flash_attention", refuse)
+    assert main(["--device", "cpu", *TINY_SWEEP, "--output", str(tmp_path)]) == 1
+    assert "forward, jax_flash, from 512 on: failed (No such kernel.)." in capsys.readouterr().out
+
+
+def test_plots(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="the plots need matplotlib, of the extra bench")
+    assert main(["--device", "cpu", *TINY_SWEEP, "--max-seconds", "1e-9", "--output", str(tmp_path)]) == 0
+    assert f"Written to {tmp_path}: sweep.csv, time.png, memory.png" in capsys.readouterr().out
+    for name in ("time.png", "memory.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_matplotlib(monkeypatch, tmp_path, capsys):
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["--device", "cpu", *TINY_SWEEP, "--output", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "There is no matplotlib here, so no plots will be drawn: pip install '.[bench]' brings it." in printed
+    )
+    assert "bench" in importlib.metadata.metadata("jax_flash").get_all("Provides-Extra")
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.csv"]
+    assert len(sweep_rows(tmp_path)) == 8
+
+
+# ---- Parts ----------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_this_machine():
+    free = _measure.memory_bytes(jax.devices("cpu")[0])
+    assert 0 < free < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_time_is_that_of_one_call(monkeypatch):
+    """Whether calls are waited for one by one or launched in slices."""
+    clock = [0.0]
+    monkeypatch.setattr(_measure.time, "perf_counter", lambda: clock[0])
+
+    def call():
+        clock[0] += 3e-3
+        return ()
+
+    for in_flight in (False, True):
+        assert _measure._time(call, in_flight) == pytest.approx(3e-3)
+
+
+def test_bar_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    progress = _measure.Progress(2)
+    progress("one")
+    progress("two")
+    assert f"\r[{'#' * 15:30}] 1/2 two" in capsys.readouterr().err
+    progress.clear()
+    assert capsys.readouterr().err.strip() == ""
+
+
+# ---- What is refused -----------------------------------------------------------------------------------------
+
+
+def error_of(arguments: list[str], capsys) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--seq-len 0", "argument --seq-len: must be a positive integer, got '0'"),
+        ("--heads -1", "argument --heads: "),
+        ("--batch two", "argument --batch: must be a positive integer, got 'two'"),
+        ("--dtype int8", "argument --dtype: invalid choice: 'int8'"),
+        ("--init zeros", "argument --init: must be normal, uniform, ones or a file FILE.npy, got 'zeros'"),
+        ("--init missing.npy", "No such file or directory: 'missing.npy'"),
+        ("--show --sweep", "argument --sweep: not allowed with argument --show"),
+        ("--sweep --seq-len 512", "--seq-len does not go with --sweep"),
+        ("--sweep --max-seq-len 100", "--max-seq-len must be at least 512, got 100"),
+        ("--sweep --max-seconds 0", "argument --max-seconds: must be a positive number of seconds, got '0'"),
+        ("--sweep --output README", "--output: [Errno 17] File exists: 'README'"),
+        ("--max-seq-len 1024", "--max-seq-len goes with --sweep only"),
+        ("--max-seconds 1", "--max-seconds goes with --sweep only"),
+        ("--output here", "--output goes with --sweep only"),
+        ("--sequence 3", "unrecognized arguments: --sequence 3"),
+    ],
+)
+def test_bad_arguments(arguments, message, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README").touch()
+    assert message in error_of(arguments.split(), capsys)
+
+
+@pytest.mark.parametrize(
+    ("array", "got"),
+    [
+        (np.zeros((2, 6, 2, 4)), "got [2, 6, 2, 4]"),
+        (np.zeros((3, 6)), "got [3, 6]"),
+        (np.zeros((3, 1, 6, 2, 4)), "got [3, 1, 6, 2, 4]"),
+        (np.zeros((3, 0, 4)), "got [3, 0, 4]"),
+        (np.zeros((3, 6, 4), np.int32), "got int32"),
+        (None, "and is no such file"),
+    ],
+)
+def test_bad_files(array, got, tmp_path, capsys):
+    path = tmp_path / "qkv.npy"
+    path.touch() if array is None else np.save(path, array)
+    message = error_of(["--init", str(path)], capsys)
+    assert f"{path} must hold Q, K and V stacked in one array of floats, [3, T, N, H] or [3, T, H]" in message
+    assert got in message
+
+
+def test_sizes_must_be_those_of_the_file(tmp_path, capsys):
+    path = str(tmp_path / "qkv.npy")
+    np.save(path, np.ones((3, 6, 2, 4)))
+    assert main(["--device", "cpu", "--init", path, "--heads", "2"]) == 0
+    message = error_of(["--init", path, "--head-dim", "8"], capsys)
+    assert "--head-dim must be 4, as in the file of --init, got 8" in message
+    assert "does not go with --sweep: a file has one length" in error_of(["--init", path, "--sweep"], capsys)
+
+
+def test_no_gpu(capsys):
+    if any(device.platform == "gpu" for device in jax.devices()):
+        pytest.skip("there is a GPU")
+    assert "--device gpu: " in error_of(["--device", "gpu"], capsys)
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for option in (
+        "--seq-len",
+        "--head-dim",
+        "--heads",
+        "--batch",
+        "--dtype",
+        "--causal",
+        "--init",
+        "--show",
+        "--sweep",
+    ):
+        assert option in printed
+    assert "lengths from 512 in powers of two" in printed
