@@ -1,4 +1,4 @@
-"""How Sphinx builds the site: python -m sphinx -W --keep-going -T docs build/docs."""
+"""How Sphinx builds the site: python -m sphinx -ETW --keep-going docs build/docs."""
 
 import os
 import re
