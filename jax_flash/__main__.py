@@ -35,7 +35,7 @@ _EPILOG = """\
 examples:
   %(prog)s --seq-len 1000 --head-dim 72 --dtype float16 --causal
   %(prog)s --show --init ones
-  %(prog)s --init qkv.npy
+  %(prog)s --init npy qkv.npy
   %(prog)s --sweep --causal --output causal"""
 
 
@@ -55,17 +55,22 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _init(text: str) -> str | np.ndarray:
-    if text in (*_demo.INITS, "ones"):
-        return text
-    if not text.endswith(".npy"):
-        raise argparse.ArgumentTypeError(f"must be normal, uniform, ones or a file FILE.npy, got {text!r}")
-    try:
-        return _demo.load(pathlib.Path(text))
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(
-            f"{text} {error}" if isinstance(error, ValueError) else error
-        ) from None
+class _Init(argparse.Action):
+    """The name of a distribution, or the array of a file, which is read at once."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        match values:
+            case [name] if name in (*_demo.INITS, "ones"):
+                init = name
+            case ["npy", file]:
+                try:
+                    init = _demo.load(pathlib.Path(file))
+                except (OSError, ValueError) as error:
+                    raise argparse.ArgumentError(self, str(error)) from None
+            case _:
+                got = repr(" ".join(values))
+                raise argparse.ArgumentError(self, f"must be normal, uniform, ones or npy FILE, got {got}")
+        setattr(namespace, self.dest, init)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,10 +94,11 @@ def _parser() -> argparse.ArgumentParser:
     case.add_argument("--causal", action="store_true", help="query i sees keys 0 to i only")
     case.add_argument(
         "--init",
-        type=_init,
-        metavar="normal|uniform|ones|FILE.npy",
-        help="Q, K and V: normal (the default), uniform in [0, 1), ones, or from a file, where they are stacked as "
-        "[3, T, N, H] or, for one head, [3, T, H] and are converted to the dtype",
+        action=_Init,
+        nargs="+",
+        metavar=("normal|uniform|ones|npy", "FILE"),
+        help="Q, K and V: normal (the default), uniform in [0, 1), ones, or npy and a file, where they are stacked "
+        "as [3, T, N, H] or, for one head, [3, T, H]; they are converted to the dtype",
     )
 
     modes = parser.add_argument_group("more to see").add_mutually_exclusive_group()
@@ -133,7 +139,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         if options.seq_len is not None:
             parser.error("--seq-len does not go with --sweep, which runs many lengths: see --max-seq-len")
         if isinstance(options.init, np.ndarray):
-            parser.error("--init FILE.npy does not go with --sweep: a file has one length")
+            parser.error("--init npy does not go with --sweep: a file has one length")
         if options.max_seq_len is not None and options.max_seq_len < _sweep.MIN_SEQ_LEN:
             parser.error(f"--max-seq-len must be at least {_sweep.MIN_SEQ_LEN}, got {options.max_seq_len}")
         try:

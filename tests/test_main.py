@@ -187,7 +187,7 @@ def test_what_we_do_not_do_is_said(monkeypatch, capsys):
     assert "Not run: full forward: No such kernel." in capsys.readouterr().err
 
 
-# ---- --init FILE.npy and --show -------------------------------------------------------------------------------
+# ---- --init npy and --show ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(3, 6, 2, 4), (3, 6, 4)])
@@ -201,7 +201,7 @@ def test_show(shape, on_platform, tmp_path, capsys):
     heads = q.shape[2]
     with jax.default_matmul_precision("highest"):
         arguments = [*on_platform, "--dtype", "float32", "--causal", "--show"]
-        assert main([*arguments, "--init", str(tmp_path / "qkv.npy")]) == 0
+        assert main([*arguments, "--init", "npy", str(tmp_path / "qkv.npy")]) == 0
     dout = _demo.Case("float32", 1, 6, heads, 4).operands()[3]
     exact = oracle.attention(q, k, v, dout, is_causal=True)
     printed = capsys.readouterr().out
@@ -401,8 +401,10 @@ def error_of(arguments: list[str], capsys) -> str:
         ("--heads -1", "argument --heads: "),
         ("--batch two", "argument --batch: must be a positive integer, got 'two'"),
         ("--dtype int8", "argument --dtype: invalid choice: 'int8'"),
-        ("--init zeros", "argument --init: must be normal, uniform, ones or a file FILE.npy, got 'zeros'"),
-        ("--init missing.npy", "No such file or directory: 'missing.npy'"),
+        ("--init zeros", "argument --init: must be normal, uniform, ones or npy FILE, got 'zeros'"),
+        ("--init ones npy", "argument --init: must be normal, uniform, ones or npy FILE, got 'ones npy'"),
+        ("--init npy", "argument --init: must be normal, uniform, ones or npy FILE, got 'npy'"),
+        ("--init npy missing.npy", "argument --init: [Errno 2] No such file or directory: 'missing.npy'"),
         ("--show --sweep", "argument --sweep: not allowed with argument --show"),
         ("--sweep --seq-len 512", "--seq-len does not go with --sweep"),
         ("--sweep --max-seq-len 100", "--max-seq-len must be at least 512, got 100"),
@@ -434,18 +436,23 @@ def test_bad_arguments(arguments, message, monkeypatch, tmp_path, capsys):
 def test_bad_files(array, got, tmp_path, capsys):
     path = tmp_path / "qkv.npy"
     path.touch() if array is None else np.save(path, array)
-    message = error_of(["--init", str(path)], capsys)
-    assert f"{path} must hold Q, K and V stacked in one array of floats, [3, T, N, H] or [3, T, H]" in message
+    message = error_of(["--init", "npy", str(path)], capsys)
+    assert (
+        f"argument --init: {path} must hold Q, K and V stacked in one array of floats, [3, T, N, H] or [3, T, H]"
+        in message
+    )
     assert got in message
 
 
 def test_sizes_must_be_those_of_the_file(tmp_path, capsys):
     path = str(tmp_path / "qkv.npy")
     np.save(path, np.ones((3, 6, 2, 4)))
-    assert main(["--device", "cpu", "--init", path, "--heads", "2"]) == 0
-    message = error_of(["--init", path, "--head-dim", "8"], capsys)
+    assert main(["--device", "cpu", "--init", "npy", path, "--heads", "2"]) == 0
+    message = error_of(["--init", "npy", path, "--head-dim", "8"], capsys)
     assert "--head-dim must be 4, as in the file of --init, got 8" in message
-    assert "does not go with --sweep: a file has one length" in error_of(["--init", path, "--sweep"], capsys)
+    assert "does not go with --sweep: a file has one length" in error_of(
+        ["--init", "npy", path, "--sweep"], capsys
+    )
 
 
 def test_no_gpu(capsys):
