@@ -63,12 +63,9 @@ def write_nvcc(path: pathlib.Path, version: str) -> pathlib.Path:
     ],
 )
 def test_serialised_products_fail_the_build(output, status, passes):
-    cmake = shutil.which("cmake")
-    if cmake is None:
-        pytest.skip("there is no cmake in this environment")
-    script = ROOT / "cpp" / "compile_kernel.cmake"
+    script = ROOT / "cpp" / "compile_kernel.sh"
     compiler = ["sh", "-c", f"echo '{output}' >&2; exit {status}"]
-    done = subprocess.run([cmake, "-P", script, "--", *compiler], capture_output=True, text=True)
+    done = subprocess.run(["sh", script, *compiler], capture_output=True, text=True)
     assert (done.returncode == 0) == passes
     assert output.split("(")[0] in done.stderr
 
