@@ -1,7 +1,7 @@
 // The gradient of bias or of alibi_slopes: ds, summed over what they are broadcast over (params.h says how
 // far). One work item owns one tile of the sums and recomputes what goes into it, so that the sum has one
 // order. Included once for each instruction set (no include guard), inside its namespace: see
-// cpu_attention.cc.
+// cpu_unit.h.
 
 constexpr int64_t kBiasM = 64, kBiasN = 64;  // rows and keys of a tile
 static_assert(kBiasM == kVisibilityBlock && kBiasN == kVisibilityBlock,

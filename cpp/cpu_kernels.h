@@ -1,13 +1,20 @@
-// The kernels for one instruction set (no include guard): see cpu_attention.cc, which says which.
+// The kernels of each instruction set: one binary serves every machine, and cpu_attention.cc chooses.
+#pragma once
 
-#include "cpu_vector.h"
+#include "cpu_parallel.h"
+#include "params.h"
 
-#include "cpu_tiles.h"
+namespace jax_flash::cpu {
 
-#include "cpu_pairs.h"
+struct Kernels {
+  bool (*forward)(const ForwardParams& params, ThreadPool& pool);
+  bool (*backward)(const BackwardParams& params, ThreadPool& pool);
+  bool (*backward_bias)(const BackwardParams& params, ThreadPool& pool);
+};
 
-#include "cpu_forward.h"
+extern const Kernels kBaselineKernels;
+#if defined(__x86_64__)
+extern const Kernels kAvx2Kernels, kAvx512Kernels;
+#endif
 
-#include "cpu_backward.h"
-
-#include "cpu_backward_bias.h"
+}  // namespace jax_flash::cpu

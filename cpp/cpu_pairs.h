@@ -1,6 +1,6 @@
 // What depends on the single pair of query and key, and is read from an array or drawn for each: bias, mask,
 // segments, dropout. Included once for each instruction set (no include guard), inside its namespace: see
-// cpu_attention.cc.
+// cpu_unit.h.
 
 // Of the query rows of one batch and key head, as GroupRows numbers them.
 template <typename T>

@@ -1,5 +1,5 @@
 // Between the tensors in memory and the tiles in scratch. Included once for each instruction set (no include
-// guard), inside its namespace: see cpu_attention.cc.
+// guard), inside its namespace: see cpu_unit.h.
 
 // A tile's query rows (M) and keys (N): multiples of every step of the products, which may then round up
 // within a tile, and small enough for the scratch to stay in the L2 cache. Backward holds on to its keys
