@@ -1,5 +1,5 @@
 // Forward: out and lse of one block of query rows, key tile by key tile with an online softmax. Included once
-// for each instruction set (no include guard), inside its namespace: see cpu_attention.cc.
+// for each instruction set (no include guard), inside its namespace: see cpu_unit.h.
 //
 // The scores are kept transposed, [keys, rows]: then a vector holds one key's scores of several rows, the
 // softmax needs no sums across a vector, and both products read their left side by scalars and their right
@@ -55,14 +55,14 @@ INLINE void OnlineSoftmax(const ForwardScratch<T>& scratch, int64_t row, int64_t
   // A row that has seen no key keeps the max -inf; relative to 0 its probabilities are 0.
   const Vec<T> base = max == -infinity ? Vec<T>{} : max;
   const Vec<T> rescale = Exp<T>(Load(scratch.max + row) - base);
-  Vec<T> sum = Load(scratch.sum + row) * rescale;
+  Vec<T> sum = {};  // of this tile, added as a whole: so the error does not grow with the number of keys
   for (int64_t key = 0; key < keys; ++key) {
     const Vec<T> p = Exp<T>(Load(s + key * kForwardM) - base);
     Store(s + key * kForwardM, p);
     sum += p;
   }
   Store(scratch.max + row, max);
-  Store(scratch.sum + row, sum);
+  Store(scratch.sum + row, Load(scratch.sum + row) * rescale + sum);
   Store(scratch.rescale + row, rescale);
 }
 

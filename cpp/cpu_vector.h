@@ -1,5 +1,5 @@
 // Vectors of kVectorBytes, the exponential on them, and the matrix product of tiles. Included once for each
-// instruction set (no include guard), inside its namespace: see cpu_attention.cc.
+// instruction set (no include guard), inside its namespace: see cpu_unit.h.
 
 template <typename T>
 struct VectorOf {
@@ -119,7 +119,7 @@ INLINE void MultiplyStep(int64_t depth, const T* a, int64_t a_stride, const T* b
   for (int row = 0; row < kRowStep; ++row) {
 #pragma GCC unroll 2
     for (int column = 0; column < kColumns; ++column) {
-      sum[row][column] = into == Into::kAccumulate ? Load(c + row * c_stride + column * kLanes<T>) : Vec<T>{};
+      sum[row][column] = Vec<T>{};
     }
   }
   for (int64_t i = 0; i < depth; ++i) {
@@ -138,7 +138,10 @@ INLINE void MultiplyStep(int64_t depth, const T* a, int64_t a_stride, const T* b
   for (int row = 0; row < kRowStep; ++row) {
 #pragma GCC unroll 2
     for (int column = 0; column < kColumns; ++column) {
-      Store(c + row * c_stride + column * kLanes<T>, sum[row][column]);
+      T* to = c + row * c_stride + column * kLanes<T>;
+      // Added as a whole: the error of a long sum grows with the number of its blocks instead of its terms.
+      if constexpr (into == Into::kAccumulate) sum[row][column] += Load(to);
+      Store(to, sum[row][column]);
     }
   }
 }

@@ -108,3 +108,18 @@ def test_second_derivative_is_refused(platform):
     with pytest.raises((NotImplementedError, TypeError)) as error:
         jax.grad(slope)(q)
     assert str(error.value)
+
+
+def test_long_sums_stay_exact_in_float32():
+    """Of 16 heads times 2,048 rows, one after the other, an error would grow with their number."""
+    sizes = [(1, 2048, 16, 64), (1, 2048, 1, 64), (1, 2048, 1, 64), (1, 2048, 16, 64)]
+    arrays = [np.random.default_rng(seed).standard_normal(size) for seed, size in enumerate(sizes)]
+
+    def gradients(dtype):
+        with harness.x64(dtype):
+            *args, dout = (jnp.asarray(x.astype(np.float32), dtype) for x in arrays)
+            return jax.jit(lambda args, dout: jax.vjp(jax_flash.flash_attention, *args)[1](dout))(args, dout)
+
+    for name, got, want in zip(("dq", "dk", "dv"), gradients("float32"), gradients("float64"), strict=True):
+        error = np.asarray(got, np.float64) - np.asarray(want)
+        assert np.sqrt(np.mean(error**2) / np.mean(np.asarray(want) ** 2)) < 1e-6, name
