@@ -1,6 +1,6 @@
 // Backward: dq, dk and dv, with the probabilities recomputed from lse. One work item is one key tile, which
 // goes through the query rows that see it, block by block. Included once for each instruction set (no include
-// guard), inside its namespace: see cpu_attention.cc.
+// guard), inside its namespace: see cpu_unit.h.
 
 template <typename T>
 struct BackwardScratch {
@@ -34,13 +34,15 @@ struct BackwardScratch {
   }
 };
 
+constexpr int64_t kAllBlocks = std::numeric_limits<int64_t>::max();
+
 // What all items share.
 template <typename T>
 struct BackwardShared {
   T* delta;     // [B, T, N]: rowsum(dout * out) - dlse
   T* dq_accum;  // [B, T, N, H]: dq, summed over the key tiles
-  // [B, K, key tiles]: how many blocks of query rows the tile is done with. A tile adds to a block of dq
-  // after the tile before it: so the sum has one order.
+  // [B, K, key tiles]: how many blocks of query rows the tile itself is done with, whether it added to their
+  // dq or not. A tile adds to a block of dq after all tiles before it: so the sum has one order.
   std::atomic<int64_t>* blocks_done;
 
   template <typename Storage>
@@ -73,6 +75,18 @@ T Delta(const BackwardParams& params, int64_t row) {
     delta -= static_cast<const T*>(params.dlse)[row];
   }
   return delta;
+}
+
+// Waits until the tiles before `tile` are done with `block`. Below `first_unfinished`, which only grows, all
+// are done with every block. That the tile right before is done says nothing of those before it: it may have
+// skipped the block.
+inline void WaitForTilesBefore(const std::atomic<int64_t>* blocks_done, int64_t tile, int64_t block,
+                               int64_t& first_unfinished) {
+  for (int64_t before = first_unfinished; before < tile; ++before) {
+    int64_t done;
+    while ((done = blocks_done[before].load(std::memory_order_acquire)) <= block) std::this_thread::yield();
+    if (before == first_unfinished && done == kAllBlocks) ++first_unfinished;
+  }
 }
 
 // delta of the rows [first, end) of [B, T, N]; their dq_accum = 0.
@@ -166,6 +180,12 @@ void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, 
 
   std::atomic<int64_t>* blocks_done =
       shared.blocks_done + (batch * params.num_kv_heads + kv_head) * DivideUp(params.seqlen_kv, kBackwardN);
+  int64_t first_unfinished = 0;  // of the tiles before
+  const auto finish_blocks = [&](int64_t count) {
+    HAND_OVER();
+    blocks_done[tile_index].store(count, std::memory_order_release);
+    HAND_OVER();
+  };
   const Mask mask(params, batch);
   const Pairs<T> pairs(params, batch, kv_head, q.group);
   const int64_t tile = tile_index * kBackwardN;
@@ -190,6 +210,7 @@ void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, 
       const int64_t rows = std::min(kBackwardM, rows_end - block_first);
       if (pairs.may_hide() &&
           !pairs.LoadVisible(block_first, rows, tile, keys, scratch.visible, kBackwardN)) {
+        finish_blocks(block + 1);
         continue;
       }
       const Range first_keys = mask.KeysOf(block_first / q.group);
@@ -236,19 +257,17 @@ void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, 
       Multiply<Layout::kRowMajor, Into::kOverwrite>(rows, width, keys, scratch.ds, kBackwardN, scratch.k,
                                                     width, scratch.dq, width);
 
-      // ---- Add to dq, after the tile before ----
-      while (tile_index > 0 && blocks_done[tile_index - 1].load(std::memory_order_acquire) <= block) {
-        std::this_thread::yield();
-      }
+      // ---- Add to dq, after the tiles before ----
+      WaitForTilesBefore(blocks_done, tile_index, block, first_unfinished);
       for (int64_t row = 0; row < rows; ++row) {
         T* to = dq.Row(block_first + row);
         const T* from = scratch.dq + row * width;
         for (int64_t column = 0; column < head_dim; ++column) to[column] += scale * from[column];
       }
-      blocks_done[tile_index].store(block + 1, std::memory_order_release);
+      finish_blocks(block + 1);
     }
   }
-  blocks_done[tile_index].store(std::numeric_limits<int64_t>::max(), std::memory_order_release);
+  finish_blocks(kAllBlocks);
 
   // ---- Store dk and dv; keys that no query sees get 0 ----
   for (int64_t key = 0; key < std::min(kBackwardN, params.seqlen_kv - tile); ++key) {

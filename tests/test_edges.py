@@ -291,6 +291,31 @@ def test_repeats_give_the_same_bits(dtype, platform):
     assert sum(differs(f(*args), want) for _ in range(repeats)) == 0
 
 
+@pytest.mark.parametrize("hidden_by", ["mask", "segments", "global tokens"])
+def test_hidden_tiles_do_not_change_the_order(hidden_by, platform):
+    """Tiles of keys that some or all rows do not see, between tiles that they do: a sum still has one order."""
+    tile, tiles, length = 192, 32, 48
+    if hidden_by == "global tokens":  # a prefix and packed documents, causal
+        tile, tiles, length = 384, 4, 1536
+    of_key = np.arange(tile * tiles) // tile
+    hidden = {
+        "mask": dict(mask=np.broadcast_to(of_key % 2 == 0, (1, 1, length, tile * tiles))),
+        "segments": dict(
+            segment_ids=(np.zeros((1, length), np.int32), (of_key % 2)[None].astype(np.int32)),
+        ),
+        "global tokens": dict(
+            mask=((of_key[:, None] == of_key) | (np.arange(len(of_key)) < 64))[None, None], is_causal=True
+        ),
+    }[hidden_by]
+    sizes = [(1, length, 1, 8), (1, tile * tiles, 1, 8), (1, tile * tiles, 1, 8), (1, length, 1, 8)]
+    args = [jnp.asarray(random(*size, seed=seed)) for seed, size in enumerate(sizes)]
+    f = forward_and_backward(deterministic=True, **hidden)
+    want = f(*args)
+    for _ in range(200):
+        for name, x, y in zip(want._fields, f(*args), want, strict=True):
+            np.testing.assert_array_equal(x, y, err_msg=name)
+
+
 # T, S, N, K, H, Hv and options
 REPEATED = [
     (300, 300, 16, 16, 64, 64, dict(is_causal=True)),
