@@ -15,24 +15,62 @@ namespace {
 
 using Names = std::vector<std::string>;
 
-const Names kOptionNames = {
-#define OPTION(type, name) #name,
+// What Python's own lists are compared with, as it stands in the files.
+struct Option {
+  const char *type, *name;
+};
+const Option kOptions[] = {
+#define OPTION(type, name) {#type, #name},
 #include "options.def"
 #undef OPTION
 };
 
-const Names kOperandNames = {
-#define OPERAND(type, name, ...) #name,
+struct Operand {
+  const char *type, *name, *dtype, *shape;
+};
+const Operand kOperands[] = {
+#define OPERAND(type, name, dtype, ...) {#type, #name, #dtype, #__VA_ARGS__},
 #include "operands.def"
 #undef OPERAND
 };
 
 std::string Json(const std::string& text) { return '"' + text + '"'; }
 
+using Fields = std::vector<std::pair<std::string, std::string>>;  // names, and values that are JSON
+
+std::string Join(const std::vector<std::string>& parts) {
+  std::string joined;
+  for (const std::string& part : parts) joined += (joined.empty() ? "" : ", ") + part;
+  return joined;
+}
+
 std::string Json(const Names& names) {
-  std::string json;
-  for (const std::string& name : names) json += (json.empty() ? "" : ", ") + Json(name);
-  return '[' + json + ']';
+  std::vector<std::string> parts;
+  for (const std::string& name : names) parts.push_back(Json(name));
+  return '[' + Join(parts) + ']';
+}
+
+std::string Json(const Fields& fields) {
+  std::vector<std::string> parts;
+  for (const auto& [name, value] : fields) parts.push_back(Json(name) + ": " + value);
+  return '{' + Join(parts) + '}';
+}
+
+std::string JsonOfOptions() {
+  Fields fields;
+  for (const Option& option : kOptions) fields.emplace_back(option.name, Json(std::string(option.type)));
+  return Json(fields);
+}
+
+std::string JsonOfOperands() {
+  std::vector<std::string> parts;
+  for (const Operand& operand : kOperands) {
+    parts.push_back(Json(Fields{{"name", Json(std::string(operand.name))},
+                                {"type", Json(std::string(operand.type))},
+                                {"dtype", Json(std::string(operand.dtype))},
+                                {"shape", Json(std::string(operand.shape))}}));
+  }
+  return '[' + Join(parts) + ']';
 }
 
 }  // namespace
@@ -46,7 +84,7 @@ extern "C" const char* JaxFlashDescription() {
     platforms.push_back("CUDA");
     kernels = jax_flash::cuda::kernel_names();
 #endif
-    const std::vector<std::pair<std::string, std::string>> fields = {
+    return Json(Fields{
         {"version", Json(JAX_FLASH_VERSION)},
         {"ffi_version", Json(std::to_string(XLA_FFI_API_MAJOR) + '.' + std::to_string(XLA_FFI_API_MINOR))},
         {"jaxlib", Json(JAX_FLASH_JAXLIB_VERSION)},
@@ -55,12 +93,9 @@ extern "C" const char* JaxFlashDescription() {
         {"archs", Json(JAX_FLASH_CUDA_ARCHS)},
         {"kernels", Json(kernels)},
         {"platforms", Json(platforms)},
-        {"options", Json(kOptionNames)},
-        {"operands", Json(kOperandNames)},
-    };
-    std::string json;
-    for (const auto& [name, value] : fields) json += (json.empty() ? "" : ", ") + Json(name) + ": " + value;
-    return '{' + json + '}';
+        {"options", JsonOfOptions()},
+        {"operands", JsonOfOperands()},
+    });
   }();
   return description.c_str();
 }

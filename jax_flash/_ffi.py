@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import jax
 import jaxlib
+
+from ._operands import OPERANDS, Operand
+from ._options import AttentionOptions
 
 try:
     from . import _library
@@ -86,6 +90,38 @@ def _check_ffi_version() -> None:
         )
 
 
+def _library_options() -> dict[str, str]:
+    types = {"double": "float", "bool": "bool", "int64_t": "int"}
+    return {name: types[type_] for name, type_ in _library.options().items()}
+
+
+def _library_operands() -> list[Operand]:
+    dtypes = {"S32": "int32", "U32": "uint32", "PRED": "bool", "LSE": "lse", "FLOATING": "floating"}
+
+    def axes(shape: str) -> str:
+        _, *sizes = re.findall(r"\w+", shape)  # {B, N, 3}, as in operands.def
+        return "".join({"3": "w"}.get(size, size.lower()) for size in sizes)
+
+    return [
+        Operand(x["name"], axes(x["shape"]), dtypes[x["dtype"]], x["type"] == "PairArray")
+        for x in _library.operands()
+    ]
+
+
+def _check_interface() -> None:
+    # In a checkout, the checkout's Python runs with whatever library is installed.
+    options = {field.name: field.type for field in dataclasses.fields(AttentionOptions)}
+    try:
+        is_same = _library_options() == options and _library_operands() == list(OPERANDS)
+    except (KeyError, TypeError, ValueError):  # a dtype, say, that this code does not know
+        is_same = False
+    if not is_same:
+        raise ImportError(
+            f"jax_flash's native library was not built from the sources of this Python code, {Path(__file__).parent}: "
+            "they differ in the options or operands of attention. Install the package again with pip."
+        )
+
+
 def _register_targets() -> None:
     for platform, targets in _library.registrations().items():
         for name, handler in targets.items():
@@ -93,4 +129,5 @@ def _register_targets() -> None:
 
 
 _check_ffi_version()
+_check_interface()
 _register_targets()

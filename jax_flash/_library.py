@@ -39,13 +39,13 @@ def _camel_case(name: str) -> str:
     return "".join(word.capitalize() for word in name.split("_"))
 
 
-def option_names() -> list[str]:
-    """The names of the op's options, in the order of options.def."""
-    return list(_description["options"])
+def options() -> dict[str, str]:
+    """The op's options and their C++ types, in the order of options.def."""
+    return dict(_description["options"])
 
 
-def operand_names() -> list[str]:
-    """The names of the op's optional operands, in the order of operands.def."""
+def operands() -> list[dict[str, str]]:
+    """The op's optional operands in the order of operands.def: name, C++ type, dtype and shape as they stand there."""
     return list(_description["operands"])
 
 

@@ -24,6 +24,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _support
+from ._operands import OPERANDS
 from ._options import AttentionOptions
 
 try:
@@ -36,20 +37,6 @@ except ImportError:
         "gathered on every device. A newer jax_flash may know this version of jax.",
         stacklevel=2,
     )
-
-# The optional operands of the kernels, in the order of their arguments.
-OPERANDS = (
-    "query_seq_lengths",
-    "key_value_seq_lengths",
-    "query_offset",
-    "sinks",
-    "query_segment_ids",
-    "key_value_segment_ids",
-    "mask",
-    "bias",
-    "alibi_slopes",
-    "dropout_seeds",
-)
 
 # The axes behind the batch axes: t query rows, s keys, n query heads, k key heads, d head dim, e values' head dim,
 # w words of a seed.
@@ -64,20 +51,10 @@ _AXES = {
     "dv": "ske",
     "dout": "tne",
     "dlse": "tn",
-    "query_seq_lengths": "",
-    "key_value_seq_lengths": "",
-    "query_offset": "",
-    "sinks": "n",
-    "query_segment_ids": "t",
-    "key_value_segment_ids": "s",
-    "mask": "nts",
-    "bias": "nts",
-    "alibi_slopes": "n",
-    "dropout_seeds": "nw",
     "dbias": "nts",
-}
+} | {operand.name: operand.axes for operand in OPERANDS}
 # Any axis of these may have size 1 and then stands for all; batch axes, too.
-_BROADCASTABLE = ("mask", "bias", "dbias")
+_BROADCASTABLE = ("dbias", *(operand.name for operand in OPERANDS if operand.is_broadcastable))
 _SUM_BLOCK = 64  # rows and keys of one sum of dbias where it has none for each pair
 
 
@@ -111,7 +88,7 @@ def forward(
     Returns:
       out [B, T, N, Hv] in q's dtype, lse [B, T, N] in float32 (float64 for float64).
     """
-    names = tuple(name for name in OPERANDS if name in operands)
+    names = tuple(operand.name for operand in OPERANDS if operand.name in operands)
     arrays = (q, k, v, *(operands[name] for name in names))
     return tuple(_forward_p.bind(*arrays, operands=names, options=options))
 
@@ -158,7 +135,8 @@ def backward_bias(
 
 def _bind_backward(primitive, q, k, v, out, lse, dout, dlse, operands, options):
     operands = operands if dlse is None else {"dlse": dlse, **operands}
-    names = tuple(name for name in ("dlse", *OPERANDS) if name in operands and name != "sinks")
+    known = ("dlse", *(operand.name for operand in OPERANDS))
+    names = tuple(name for name in known if name in operands and name != "sinks")
     arrays = (q, k, v, out, lse, dout, *(operands[name] for name in names))
     return primitive.bind(*arrays, operands=names, options=options)
 

@@ -10,7 +10,7 @@ import oracle
 import pytest
 
 import jax_flash
-from jax_flash import _library, _primitives
+from jax_flash import _ffi, _library
 from jax_flash._options import AttentionOptions
 
 SIGNATURE = inspect.signature(jax_flash.flash_attention).parameters
@@ -128,12 +128,35 @@ def test_implementation_chooses_what_runs():
     assert not calls(implementation="xla")
 
 
-def test_python_and_cpp_have_the_same_options():
-    assert [field.name for field in dataclasses.fields(AttentionOptions)] == _library.option_names()
+def renamed(old: str, new: str) -> dict[str, str]:
+    return {new if name == old else name: type_ for name, type_ in _library.options().items()}
 
 
-def test_python_and_cpp_have_the_same_operands():
-    assert list(_primitives.OPERANDS) == _library.operand_names()
+def changed(operand: str, **fields: str) -> list[dict[str, str]]:
+    return [x | fields if x["name"] == operand else x for x in _library.operands()]
+
+
+OTHER_LIBRARIES = {
+    "an option's name": dict(options=renamed("scale", "factor")),
+    "an option's type": dict(options=_library.options() | {"scale": "int64_t"}),
+    "an unknown type": dict(options=_library.options() | {"scale": "float"}),
+    "one option more": dict(options=_library.options() | {"temperature": "double"}),
+    "an operand's name": dict(operands=changed("sinks", name="sink")),
+    "an operand's dtype": dict(operands=changed("sinks", dtype="FLOATING")),
+    "an operand's shape": dict(operands=changed("mask", shape="{B, T, S}")),
+    "an operand that does not broadcast": dict(operands=changed("mask", type="const bool*")),
+    "one operand less": dict(operands=_library.operands()[:-1]),
+    "another order": dict(operands=_library.operands()[::-1]),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_LIBRARIES.values(), ids=OTHER_LIBRARIES.keys())
+def test_a_library_of_other_sources_is_refused(other, monkeypatch):
+    _ffi._check_interface()
+    for name, value in other.items():
+        monkeypatch.setattr(_library, name, lambda value=value: value)
+    with pytest.raises(ImportError, match=r"not built from the sources.*Install the package again"):
+        _ffi._check_interface()
 
 
 def test_options_are_plain_python_numbers():
