@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,22 +20,11 @@ from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import _support
+from . import _partitioning, _support
 from ._operands import OPERANDS
 from ._options import AttentionOptions
-
-try:
-    # jit gives a lowering rule the devices, which custom_partitioning needs, only for the primitives in this set.
-    from jax._src.dispatch import prim_requires_devices_during_lowering as _needs_devices
-except ImportError:
-    _needs_devices = None
-    warnings.warn(
-        f"jax_flash cannot partition its kernels with jax {jax.__version__}: sharded inputs of attention will be "
-        "gathered on every device. A newer jax_flash may know this version of jax.",
-        stacklevel=2,
-    )
 
 # The axes behind the batch axes: t query rows, s keys, n query heads, k key heads, d head dim, e values' head dim,
 # w words of a seed.
@@ -80,9 +68,9 @@ def forward(
 
     Args:
       q: query, [B, T, N, H]; k: key, [B, S, K, H]; v: value, [B, S, K, Hv]; of one dtype.
-      operands: those of OPERANDS that are used: lengths, offsets int32 [B]; sinks, alibi_slopes [B, N] in lse's
-        dtype; segment ids int32 [B, T] and [B, S]; mask and bias [B, N, T, S], of whose axes any may have size 1;
-        dropout_seeds uint32 [B, N, 3].
+      operands: those of OPERANDS that are used: lengths, offsets int32 [B]; scale_factor [B], sinks, alibi_slopes
+        [B, N] in lse's dtype; segment ids int32 [B, T] and [B, S]; mask and bias [B, N, T, S], of whose axes any may
+        have size 1; dropout_seeds uint32 [B, N, 3].
       options: the static options.
 
     Returns:
@@ -106,7 +94,8 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients dq, dk, dv, from what `forward` took and gave and the cotangents (dlse None: zero).
 
-    The sinks are not needed again: they are part of lse.
+    Those of q and k lack the scale_factor: so the sum of q dq is the gradient of the latter, even where it is 0. The
+    sinks are not needed again: they are part of lse.
     """
     return tuple(_bind_backward(_backward_p, q, k, v, out, lse, dout, dlse, operands, options))
 
@@ -213,7 +202,7 @@ def _differentiate(primals, tangents, **params):
 # Partitioning
 
 
-def _call_partitioned(call: _Pass, inner: Primitive, *args: jax.Array, **params):
+def _call_partitioned(call: _Pass, inner: Primitive, whole_mesh: Mesh | None, *args: jax.Array, **params):
     names = call.arg_names(params["operands"])
     num_batch_axes = args[0].ndim - len(_AXES["q"])
     batch_shape = args[0].shape[:num_batch_axes]
@@ -228,7 +217,7 @@ def _call_partitioned(call: _Pass, inner: Primitive, *args: jax.Array, **params)
             for x, shape in zip(results, wanted_shapes, strict=True)
         ]
 
-    if _needs_devices is None:
+    if not _partitioning.CAN_PARTITION:
         return as_wanted(local_call(*args))
 
     num_heads, num_kv_heads = args[0].shape[-2], args[1].shape[-2]
@@ -259,7 +248,12 @@ def _call_partitioned(call: _Pass, inner: Primitive, *args: jax.Array, **params)
                 return [jax.lax.psum(x, axes) if axes else x for x in results]
 
         result_shardings = [sharding(*named) for named in named_results]
-        return mesh, call_and_sum, result_shardings, tuple(sharding(*named) for named in named_shapes)
+        return (
+            whole_mesh or mesh,
+            call_and_sum,
+            result_shardings,
+            tuple(sharding(*named) for named in named_shapes),
+        )
 
     def factors(name: str, shape: tuple[int, ...]) -> list[str]:
         # Query and key heads are one factor where they correspond one to one.
@@ -368,11 +362,12 @@ def _lower_ffi(call: _Pass, ctx, args, workspace, *, operands: tuple[str, ...], 
     avals_out += workspace
     results = jax.ffi.ffi_lowering(call.target)(
         ctx.replace(avals_in=avals_in, avals_out=avals_out),
-        *map(_reshape, args, avals_in),
+        *map(functools.partial(_reshape, ctx), args, ctx.avals_in, avals_in),
         operands=",".join(operands),
         **dataclasses.asdict(options),
     )
-    return list(map(_reshape, results, ctx.avals_out))  # without the workspace
+    # Without the workspace.
+    return [_reshape(ctx, *x) for x in zip(results, avals_out, ctx.avals_out, strict=False)]
 
 
 def _fold(aval, name: str) -> jax.core.ShapedArray:
@@ -381,11 +376,13 @@ def _fold(aval, name: str) -> jax.core.ShapedArray:
     return jax.core.ShapedArray((math.prod(aval.shape[:split]), *aval.shape[split:]), aval.dtype)
 
 
-def _reshape(x: ir.Value, aval) -> ir.Value:
-    tensor = ir.RankedTensorType(x.type)
-    if tensor.rank == len(aval.shape):
+def _reshape(ctx, x: ir.Value, old, new) -> ir.Value:
+    if len(old.shape) == len(new.shape):
         return x
-    return stablehlo.reshape(ir.RankedTensorType.get(aval.shape, tensor.element_type), x)
+    # By JAX, which knows how to compute sizes that are symbolic; without what else belongs to the types.
+    old, new = (jax.core.ShapedArray(aval.shape, aval.dtype) for aval in (old, new))
+    lower = mlir.lower_fun(lambda x: jax.lax.reshape(x, new.shape), multiple_results=False)
+    return lower(ctx.replace(avals_in=[old], avals_out=[new]), x)[0]
 
 
 def _lower_elsewhere(ctx, *args, **params):
@@ -421,9 +418,7 @@ def _define_pass(call: _Pass, abstract_eval: Callable) -> Primitive:
     outer = _define(call.target, abstract_eval)
     batching.primitive_batchers[outer] = functools.partial(_batch, call, outer)
     ad.primitive_jvps[outer] = _differentiate
-    mlir.register_lowering(outer, mlir.lower_fun(functools.partial(_call_partitioned, call, inner)))
-    if _needs_devices is not None:
-        _needs_devices.add(outer)
+    _partitioning.register_lowering(outer, functools.partial(_call_partitioned, call, inner))
     return outer
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ._alibi import Alibi
 from ._attention import flash_attention
+from ._support import is_broadcastable
 
 
 def attention_fn(
@@ -98,7 +98,16 @@ def attention_fn(
 
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
     query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
+    if query.ndim < 3:
+        raise ValueError(f"query must have shape [..., T, N, H], got shape {list(query.shape)}.")
     *batch, seqlen_q, num_heads, _ = query.shape
+    for name, x in (("key", key), ("value", value)):
+        # Here, as batch axes that differ may well have one product.
+        if x.shape[:-3] != query.shape[:-3] or x.ndim != query.ndim:
+            raise ValueError(
+                f"{name} must have query's batch axes {batch}, got shape {list(x.shape)} with query's "
+                f"{list(query.shape)}."
+            )
     scores = (*batch, num_heads, seqlen_q, key.shape[-3])
     if is_causal and mask is not None and seqlen_q == 1 < key.shape[-3]:
         raise ValueError(
@@ -128,11 +137,7 @@ def attention_fn(
 
 def _fold_batch(name: str, x: jax.Array, scores: tuple[int, ...]) -> jax.Array:
     """An array that is broadcastable to [..., N, T, S], with at most one batch axis."""
-    try:
-        fits = np.broadcast_shapes(x.shape, scores) == scores
-    except ValueError:
-        fits = False
-    if not fits:
+    if not is_broadcastable(x.shape, scores):
         # Here, as flash_attention sees the batch axes as one and could not name the shape that was passed.
         raise ValueError(
             f"{name} must be broadcastable to [..., N, T, S] = {list(scores)}, got shape {list(x.shape)}."

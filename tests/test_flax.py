@@ -503,3 +503,31 @@ def test_refuses_positions():
     """Of newer layers of nnx, for a position embedding."""
     with pytest.raises(NotImplementedError, match="input_positions"):
         attention_fn(*qkv(), input_positions=np.arange(7))
+
+
+@pytest.mark.parametrize(
+    ("query", "key"),
+    [
+        ((2, 3, 5, 4, 8), (3, 2, 7, 4, 8)),
+        ((1, 5, 4, 8), (7, 4, 8)),
+        ((6, 5, 4, 8), (2, 3, 7, 4, 8)),
+        ((2, 5, 4, 8), (1, 7, 4, 8)),
+    ],
+    ids=str,
+)
+def test_batch_axes_that_differ_are_refused(query, key):
+    """Also where their product is the same, and each batch element would meet another's keys."""
+    q, k = np.zeros(query, np.float32), np.zeros(key, np.float32)
+    with pytest.raises(ValueError, match="key must have query's batch axes") as error:
+        attention_fn(q, k, k)
+    assert str(list(query)) in str(error.value)
+    assert str(list(key)) in str(error.value)
+    value = np.zeros((*query[:-3], *key[-3:]), np.float32)
+    with pytest.raises(ValueError, match="value must have query's batch axes"):
+        attention_fn(q, value, k)
+    assert attention_fn(q, value, value).shape == query
+
+
+def test_too_few_axes_are_refused():
+    with pytest.raises(ValueError, match=r"query must have shape \[\.\.\., T, N, H\], got shape \[4, 8\]"):
+        attention_fn(*(np.zeros((4, 8), np.float32),) * 3)

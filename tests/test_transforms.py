@@ -3,6 +3,8 @@
 import functools
 import itertools
 import re
+import subprocess
+import sys
 import types
 
 import harness
@@ -514,6 +516,142 @@ def test_shard_map_with_replicated_keys():
     assert_gradients_close(got, [want.dq, want.dk.sum(0, keepdims=True), want.dv.sum(0, keepdims=True)])
 
 
+@pytest.mark.parametrize("operands", [False, True], ids=["", "lengths, bias"])
+def test_eager_shard_map(operands):
+    """Without jit around it."""
+    mesh = mesh_of((2, 4))
+    args = qkv(2, n=8, k=4)
+    bias = random(1, 8, 6, 9, seed=11) if operands else None
+    spec = P("batch", None, "heads")
+
+    def local(q, k, v, bias, lengths):
+        return attention(q, k, v, bias, is_causal=True, **lengths)
+
+    lengths = lengths_of(2) if operands else {}
+    f = jax.shard_map(
+        local, mesh=mesh, in_specs=(spec, spec, spec, P(None, "heads"), P("batch")), out_specs=spec
+    )
+    out, want = exact_rows(*args, lengths | ({"bias": bias} if operands else {}))
+    assert_close(f(*args, bias, lengths), out, "float32", num_keys=9)
+    gradients = jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args, bias, lengths))), ALL)(*args)
+    assert_gradients_close(gradients, want)
+
+
+# What of q, k and v is left to the compiler where the other mesh axis is manual.
+PARTLY_MANUAL = {
+    "batch": (P("batch"), P(None, None, "heads")),
+    "heads": (P(None, None, "heads"), P("batch")),
+}
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("manual", PARTLY_MANUAL)
+def test_shard_map_over_some_axes_gathers_nothing(manual, with_bias):
+    """Over the others the compiler shards, as it does under jit."""
+    mesh = mesh_of((2, 4))
+    args = qkv(4, n=8, k=4)
+    bias = random(1, 1, 6, 9, seed=12) if with_bias else None
+    spec = P("batch", None, "heads")
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in args]
+    specs = PARTLY_MANUAL[manual][0]
+    f = jax.shard_map(
+        lambda q, k, v, bias: attention(q, k, v, bias, is_causal=True),
+        mesh=mesh,
+        in_specs=(specs, specs, specs, P()),
+        out_specs=specs,
+        axis_names={manual},
+    )
+    gradient = jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), (*ALL, 3) if with_bias else ALL))
+    options = dict(is_causal=True) | ({"bias": bias} if with_bias else {})
+    forward = jax.jit(f)
+    out = oracle.attention(*args, **options).out
+    of_bias = {}
+    want = oracle.attention(*args, np.cos(out), **options, gradients=of_bias)
+    assert_close(forward(*placed, bias), out, "float32", num_keys=9)
+    got = gradient(*placed, bias)
+    assert_gradients_close(got[:3], want[2:])
+    for x, like in zip(got, placed, strict=False):
+        assert x.sharding.is_equivalent_to(like.sharding, 4)
+    if with_bias:
+        assert_close(got[3], of_bias["bias"], "float32", num_keys=4 * 8)
+    for g in (forward, gradient):
+        text = g.lower(*placed, bias).compile().as_text()
+        assert "jax_flash_forward" in text
+        for collective in ("all-gather", "all-to-all", "collective-permute"):
+            assert collective not in text
+
+
+REPLICATED = {
+    "sinks": dict(sinks=random(8, seed=13)),
+    "slopes": dict(bias=jax_flash.Alibi(np.abs(random(8, seed=14)))),
+    "bias 1NTS": dict(bias=random(1, 8, 6, 9, seed=15)),
+    "bias B11S": dict(bias=random(4, 1, 1, 9, seed=16)),
+    "bias TS": dict(bias=random(6, 9, seed=17)),
+    "bias NT1": dict(bias=random(8, 6, 1, seed=18)),
+    "bias of all": dict(bias=random(4, 8, 6, 9, seed=19)),
+    "scale": dict(scale=np.float32(0.3)),
+}
+
+
+@pytest.mark.parametrize("spec", [P("batch"), P(None, None, "heads"), P("batch", None, "heads")], ids=str)
+@pytest.mark.parametrize("operands", REPLICATED.values(), ids=REPLICATED.keys())
+def test_explicit_sharding_beside_replicated_operands(operands, spec):
+    """Their gradients have their types."""
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = Mesh(np.array(jax.devices("cpu")).reshape(2, 4), ("batch", "heads"), axis_types=explicit)
+    args = qkv(4, n=8, k=4)
+
+    def gradients(operands, *args):
+        return jax.grad(lambda operands: jnp.sum(jnp.sin(attention(*args, is_causal=True, **operands))))(
+            operands
+        )
+
+    want = jax.jit(gradients)(operands, *args)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, P(*spec, *(None,) * (4 - len(spec))))) for x in args]
+        got = jax.jit(gradients)(jax.tree.map(jnp.asarray, operands), *placed)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert not any(jax.typeof(x).sharding.spec)
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+CACHED = """
+import sys, jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+import jax_flash
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("b", "h"))
+x = np.random.default_rng(0).standard_normal((4, 16, 8, 8)).astype(np.float32)
+x = jax.device_put(x, NamedSharding(mesh, P("b", None, "h")))
+for is_causal in (False, True):
+    @jax.jit
+    def train(q):
+        return jax.grad(lambda q: jax_flash.flash_attention(q, q, q, is_causal=is_causal).sum())(q)
+    events.clear()
+    result = np.asarray(train(x))
+    print("hit" if "/jax/compilation_cache/cache_hits" in events else "miss", float(np.abs(result).sum()))
+"""
+
+
+def test_the_persistent_cache_knows_sharded_programs(tmp_path):
+    """From one process to the next, and by what they compute, not only by their shapes."""
+
+    def run():
+        command = [sys.executable, "-c", CACHED, str(tmp_path)]
+        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+        return [line.split() for line in lines]
+
+    (full, full_sum), (causal, causal_sum) = run()
+    assert (full, causal) == ("miss", "miss")
+    assert full_sum != causal_sum
+    assert run() == [["hit", full_sum], ["hit", causal_sum]]
+
+
 # ---- export ---------------------------------------------------------------------------------------------
 
 
@@ -546,6 +684,59 @@ def test_export_round_trip(operands, platform):
         return lambda *args: sum(jnp.sum(jnp.sin(x)) for x in f(*args))
 
     assert_gradients_close(jax.grad(loss_of(restored.call), ALL)(*args), jax.grad(loss_of(f), ALL)(*args))
+
+
+SYMBOLIC = {
+    "": dict(),
+    "mask and bias": dict(mask=("b", "1", "t", "s"), bias=("4", "t", "s")),
+    "row of a mask": dict(mask=("s",), bias=("1", "1", "t", "1")),
+}
+
+
+@pytest.mark.parametrize("is_mapped", [False, True], ids=["", "vmap"])
+@pytest.mark.parametrize("operands", SYMBOLIC.values(), ids=SYMBOLIC.keys())
+def test_export_of_symbolic_sizes(operands, is_mapped, platform):
+    pytest.importorskip("flatbuffers", reason="jax.export writes flatbuffers, an optional dependency of jax")
+    sizes = {"b": 2, "t": 6, "s": 9, "m": 3}
+    scope = jax.export.SymbolicScope()
+    symbols = dict(zip(sizes, jax.export.symbolic_shape("b, t, s, m", scope=scope), strict=True))
+    names = {"q": ("b", "t", "4", "8"), "k": ("b", "s", "2", "8"), "v": ("b", "s", "2", "8")} | operands
+    if is_mapped:
+        names = {name: ("m", *shape) for name, shape in names.items()}
+    platforms = [platform, "cuda"] if jax_flash.build_info()["cuda"] and platform == "cpu" else [platform]
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in jax_flash.ffi_targets()]
+
+    def dtype(name):
+        return bool if name == "mask" else np.float32
+
+    def f(arrays):
+        def call(arrays):
+            out = attention(
+                *(arrays[name] for name in "qkv"), arrays.get("bias"), arrays.get("mask"), is_causal=True
+            )
+            return jnp.sum(jnp.sin(out))
+
+        diff = {name: x for name, x in arrays.items() if name != "mask"}
+        value = jax.value_and_grad(lambda diff: call(arrays | diff))
+        return value(diff)
+
+    f = jax.jit(jax.vmap(f) if is_mapped else f)
+    shapes = {
+        name: jax.ShapeDtypeStruct([symbols.get(x) or int(x) for x in shape], dtype(name))
+        for name, shape in names.items()
+    }
+    exported = jax.export.export(f, platforms=platforms, disabled_checks=checks)(shapes)
+    arrays = {
+        name: (
+            random(*(sizes.get(x) or int(x) for x in shape), seed=i) + 1 * (name == "mask") > 0
+            if name == "mask"
+            else random(*(sizes.get(x) or int(x) for x in shape), seed=i)
+        )
+        for i, (name, shape) in enumerate(names.items())
+    }
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), exported.call(arrays), f(arrays)
+    )
 
 
 BUILT_FOR_CUDA = pytest.mark.skipif(
