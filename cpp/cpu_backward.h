@@ -167,7 +167,8 @@ void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, 
                   const BackwardScratch<T>& scratch, const BackwardShared<T>& shared) {
   const int64_t head_dim = params.head_dim, head_dim_v = params.head_dim_v;
   const int64_t width = RoundUp(head_dim, kLanes<T>), width_v = RoundUp(head_dim_v, kLanes<T>);
-  const T scale = params.options.scale, cap = params.options.logits_soft_cap;
+  const T scale = params.options.scale, logit_scale = LogitScale<T>(params, batch);
+  const T cap = params.options.logits_soft_cap;
   const GroupRows q(static_cast<const Storage*>(params.q), params, batch, kv_head, head_dim);
   const KeyRows k(static_cast<const Storage*>(params.k), params, batch, kv_head, head_dim);
   const KeyRows v(static_cast<const Storage*>(params.v), params, batch, kv_head, head_dim_v);
@@ -246,7 +247,7 @@ void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, 
                          .visible = scratch.visible + row * kBackwardN,
                          .lse = *lse.Row(block_first + row),
                          .delta = *delta.Row(block_first + row)},
-                        keys, scale, cap, p, ds);
+                        keys, logit_scale, cap, p, ds);
       }
 
       // ---- dV += P^T dout, dK += dS^T q, dQ = dS k ----

@@ -50,7 +50,11 @@ void ParallelFor(ThreadPool& pool, int64_t workers, int64_t items, const Body& b
       }
     }
   };
-  for (int64_t i = 1; i < workers; ++i) pool.Schedule(work);
+  try {
+    for (int64_t i = 1; i < workers; ++i) pool.Schedule(work);
+  } catch (...) {
+    // Fewer workers: those that there are use `body`, and must not outlive this call.
+  }
   work();
   std::unique_lock lock(state->mutex);
   state->done.wait(lock, [&] { return state->items_left == 0; });

@@ -85,6 +85,13 @@ void Zero(T* tile, int64_t count) {
   __builtin_memset(tile, 0, count * sizeof(T));
 }
 
+// What multiplies q . k.
+template <typename T>
+T LogitScale(const AttentionParams& params, int64_t batch) {
+  const T* factors = static_cast<const T*>(params.scale_factor);
+  return static_cast<T>(params.options.scale) * (factors ? factors[batch] : T(1));
+}
+
 // scale * s, capped. The derivative of the cap is 1 - (s / cap)^2 of the result.
 template <typename T>
 INLINE Vec<T> Logits(Vec<T> products, T scale, T cap) {

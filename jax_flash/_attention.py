@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from . import _dropout, _primitives, _reference, _support
@@ -23,11 +24,11 @@ def flash_attention(
     bias: ArrayLike | Alibi | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     query_offset: ArrayLike | int = 0,
     segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
@@ -45,7 +46,8 @@ def flash_attention(
     and S (FlashAttention, https://arxiv.org/abs/2205.14135, and FlashAttention-2, https://arxiv.org/abs/2307.08691).
     The forward pass keeps the log-sum-exp of each row; the backward pass recomputes the probabilities from it.
 
-    It takes the arguments of :func:`jax.nn.dot_product_attention` with the same meanings, and works under `jit`,
+    It takes the arguments of :func:`jax.nn.dot_product_attention` with the same meanings (but for the dtype and the
+    gradient of the residual), and works under `jit`,
     `grad` (reverse mode, first order), `vmap`, `scan`, `checkpoint`, `shard_map` and sharded `jit`, where it is
     partitioned over batch and heads. The residuals of the gradient are named `flash_attention_out` and
     `flash_attention_lse`, for policies such as `jax.checkpoint_policies.save_only_these_names`.
@@ -66,13 +68,14 @@ def flash_attention(
         float64 for float64), always in one order, and takes a pass of its own.
       mask: bool array, broadcastable to [B, N, T, S]; True where the key is visible. Never expanded; tiles that
         it hides take no time.
-      scale: finite number that multiplies the logits; None: 1 / sqrt(H).
+      scale: finite number that multiplies the logits; None: 1 / sqrt(H). Or a scalar array, which may be traced and
+        is differentiable (a learned temperature).
       is_causal: whether key j is visible to query i only if j <= i + query_offset.
       query_seq_lengths: int32 [B]; queries at and beyond their length see no key. Clamped to [0, T].
       key_value_seq_lengths: int32 [B]; keys at and beyond their length are not visible. Clamped to [0, S].
         What the rows beyond the lengths hold, NaN included, has no influence on any result.
       local_window_size: a pair (left, right), or w for (w, w), of ints >= 0: key j is visible to query i only
-        if i + query_offset - left <= j <= i + query_offset + right.
+        if i + query_offset - left <= j <= i + query_offset + right. None in a pair: no limit on that side.
       logits_soft_cap: number c > 0; the logits, with scale and bias, become c * tanh(logits / c).
       query_offset: int, or int32 scalar or [B], which may be traced: the position of query 0 among the keys.
         S - T aligns the last query with the last key; the length of the cache serves decoding.
@@ -90,7 +93,8 @@ def flash_attention(
         `jax.default_matmul_precision`. Accepted and without effect for other dtypes.
       deterministic: whether the backward pass gives the same bits on every run, on a GPU at some cost in speed.
         (The forward pass and the CPU kernel always do.)
-      return_residual: whether to return also the log-sum-exp of each row's logits.
+      return_residual: whether to return also the log-sum-exp of each row's logits. (That of `jax.nn` has query's
+        dtype and no gradient.)
       implementation: None: the fused kernel of the platform; "xla": plain XLA operations, which write the score
         matrix, on any platform.
 
@@ -112,6 +116,11 @@ def flash_attention(
     batch = query.shape[0] if is_batched else None
     scores = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])  # [B, N, T, S]
 
+    scale_array = _support.check_scale_array(scale)
+    if scale_array is not None:
+        # A power of two, so that the factor that is left is exact; near the default, so that float16 has room for dq
+        # and dk without it.
+        scale = 2.0 ** round(math.log2(1 / math.sqrt(query.shape[-1])))
     options = dict(
         scale=scale,
         is_causal=is_causal,
@@ -145,6 +154,7 @@ def flash_attention(
             segment_ids=segment_ids,
             sinks=sinks,
             dropout_rng=dropout_rng,
+            scale_factor=None if scale_array is None else scale_array / scale,
             return_residual=return_residual,
             **operands,
             **options,
@@ -159,6 +169,8 @@ def flash_attention(
         # The kernels compute logits in float32 or in query's dtype: a bias in float64 beside others has no more to say.
         exact = bias.dtype != jnp.float64 or query.dtype == jnp.float64
         operands["bias"] = _with_four_axes(bias if exact else bias.astype(jnp.float32))
+    if scale_array is not None:
+        operands["scale_factor"] = _per_batch(scale_array / scale, query)
     if mask is not None:
         operands["mask"] = _with_four_axes(mask)
     if segment_ids is not None:
@@ -169,17 +181,31 @@ def flash_attention(
     if dropout_rng is not None:
         operands["dropout_seeds"] = _dropout.make_seeds(dropout_rng, batch, num_heads)
     operands = {name: x for name, x in operands.items() if x is not None}
-    query, key, value, operands = _vary_alike((query, key, value, operands))
-    out, lse = _attention(resolved, query, key, value, operands)
-    if not is_batched:
-        out, lse = out[0], lse[0]
-    return (out, lse) if return_residual else out
+    arrays = _typed_alike(query, key, value, operands)
+    results = (_attention if return_residual else _attention_without_lse)(resolved, *arrays)
+    return results if is_batched else jax.tree.map(lambda x: x[0], results)
+
+
+def _per_batch(x, query):
+    """A scalar as [B], in lse's dtype."""
+    batch, *_ = _explicit_spec(query) or (None,)
+    out_sharding = None if batch is None else PartitionSpec(batch)
+    return jnp.broadcast_to(x.astype(_lse_dtype(query)), query.shape[:1], out_sharding=out_sharding)
+
+
+def _lse_dtype(query):
+    return jnp.promote_types(query.dtype, jnp.float32)
 
 
 def _per_head(x, query):
     """[N] as [B, N], in lse's dtype: with one row for each batch element it is mapped and sharded like the rest."""
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
-    return jnp.broadcast_to(x.astype(dtype), (query.shape[0], *x.shape))
+    x = x.astype(_lse_dtype(query))
+    spec = _explicit_spec(query)
+    if spec is None:
+        return jnp.broadcast_to(x, (query.shape[0], *x.shape))
+    batch, _, heads, _ = spec
+    x = jax.sharding.reshard(x, PartitionSpec(heads))
+    return jnp.broadcast_to(x, (query.shape[0], *x.shape), out_sharding=PartitionSpec(batch, heads))
 
 
 def _with_four_axes(x):
@@ -192,65 +218,117 @@ dot_product_attention = flash_attention
 _BIASES = ("bias", "alibi_slopes")
 
 
+# Inlined jits: the gradient of an eager call is one program, too, in which XLA drops the passes that nobody asked for;
+# and eager shard_map takes no custom_vjp that would know by itself (symbolic_zeros).
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(options, query, key, value, operands):
     return _primitives.forward(query, key, value, operands, options)
 
 
-def _attention_fwd(options, *args):
-    query, key, value, operands = custom_vjp_primal_tree_values(args)
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention_without_lse(options, query, key, value, operands):
+    """The common case: the log-sum-exp has no cotangent, one array less for the kernel to read."""
+    return _primitives.forward(query, key, value, operands, options)[0]
+
+
+def _attention_fwd(options, query, key, value, operands):
     out, lse = _primitives.forward(query, key, value, operands, options)
     out = checkpoint_name(out, "flash_attention_out")
     lse = checkpoint_name(lse, "flash_attention_lse")
-    # The names of what is differentiated are part of the residuals' structure: a pass is run for them.
-    differentiated = {name: None for name in _BIASES if name in operands and args[3][name].perturbed}
-    return (out, lse), (query, key, value, out, lse, operands, differentiated)
+    return (out, lse), (query, key, value, out, lse, operands)
+
+
+def _attention_without_lse_fwd(*args):
+    (out, _), residuals = _attention_fwd(*args)
+    return out, residuals
 
 
 def _attention_bwd(options, residuals, cotangents):
-    query, key, value, out, lse, operands, differentiated = residuals
+    query, key, value, out, lse, operands = residuals
     dout, dlse = cotangents
-    # A zero cotangent of lse, the common case, is one array less for the kernel to read.
-    dout = jnp.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
-    dlse = None if isinstance(dlse, SymbolicZero) else dlse
-    grads = _primitives.backward(query, key, value, out, lse, dout, dlse, operands, options)
+    dq, dk, dv = _primitives.backward(query, key, value, out, lse, dout, dlse, operands, options)
     operand_grads = dict.fromkeys(operands)
+    if "scale_factor" in operands:
+        operand_grads["scale_factor"] = _scale_gradient(query, dq, operands)
+        factor = operands["scale_factor"][:, None, None, None]
+        dq, dk = ((factor * x.astype(factor.dtype)).astype(x.dtype) for x in (dq, dk))
     if "sinks" in operands:
         operand_grads["sinks"] = _sinks_gradient(out, lse, dout, dlse, operands)
-    for name in differentiated:
-        sums = _primitives.backward_bias(query, key, value, out, lse, dout, dlse, operands, options)
-        operand_grads[name] = _sum_to(sums, operands[name])
-    return *grads, operand_grads
+    for name in _BIASES:
+        if name in operands:
+            sums = _primitives.backward_bias(query, key, value, out, lse, dout, dlse, operands, options)
+            operand_grads[name] = _sum_to(sums, operands[name])
+    return dq, dk, dv, operand_grads
+
+
+def _attention_without_lse_bwd(options, residuals, dout):
+    return _attention_bwd(options, residuals, (dout, None))
+
+
+_attention.__wrapped__.defvjp(_attention_fwd, _attention_bwd)
+_attention_without_lse.__wrapped__.defvjp(_attention_without_lse_fwd, _attention_without_lse_bwd)
 
 
 def _sum_to(sums, like):
     """Sums of four axes, over what `like`, which has as many or the leading ones, is broadcast over."""
-    shape = like.shape + (1,) * (sums.ndim - like.ndim)
-    axes = [axis for axis, (size, wanted) in enumerate(zip(sums.shape, shape, strict=True)) if size != wanted]
-    return jnp.sum(sums, axes, keepdims=True).reshape(like.shape).astype(like.dtype)
+    sums = jnp.sum(sums, tuple(range(like.ndim, sums.ndim)))
+    axes = [
+        axis for axis, sizes in enumerate(zip(sums.shape, like.shape, strict=True)) if sizes[0] != sizes[1]
+    ]
+    return jnp.sum(sums, axes, keepdims=True).astype(like.dtype)
+
+
+def _scale_gradient(query, dq, operands):
+    """The gradient [B] of the scale's factor: logits are the factor times what dq, without it, is the gradient of."""
+    dtype = operands["scale_factor"].dtype
+    products = _of_existing_rows(query, operands).astype(dtype) * dq.astype(dtype)
+    return jnp.sum(products, (1, 2, 3))
+
+
+def _of_existing_rows(x, operands):
+    """[B, T, ...] with 0 beyond the lengths, where it may hold anything."""
+    if "query_seq_lengths" not in operands:
+        return x
+    exists = jnp.arange(x.shape[1]) < operands["query_seq_lengths"][:, None]
+    return jnp.where(exists.reshape(*exists.shape, *(1,) * (x.ndim - 2)), x, 0)
 
 
 def _sinks_gradient(out, lse, dout, dlse, operands):
     """The gradient [B, N] of the sinks: that of a logit, p (dp - delta), where dp is 0 as a sink has no value."""
-    delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), -1)  # [B, T, N]
-    if "query_seq_lengths" in operands:
-        # dout may hold anything beyond the lengths.
-        exists = jnp.arange(out.shape[-3]) < operands["query_seq_lengths"][..., None]
-        delta = jnp.where(exists[..., None], delta, 0)
+    delta = jnp.sum(
+        _of_existing_rows(dout, operands).astype(lse.dtype) * out.astype(lse.dtype), -1
+    )  # [B, T, N]
     if dlse is not None:
         delta -= dlse
     sinks = operands["sinks"][..., None, :]
-    return -jnp.sum(jnp.where(jnp.isfinite(lse), jnp.exp(sinks - lse) * delta, 0), -2)
+    # A row without a sink and a key; what else is not finite is a sink's NaN or infinity, which goes on.
+    return -jnp.sum(jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks - lse) * delta), -2)
 
 
-_attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
+# The operands of one primitive must be alike in what a mesh makes part of their types. All this stands outside of the
+# custom_vjp, so that JAX sums the gradients of what was replicated.
+
+
+def _typed_alike(query, key, value, operands):
+    """The arguments, with a bias sharded as its gradient will be."""
+    spec = _explicit_spec(query)
+    if spec is not None and "bias" in operands:
+        bias = operands["bias"]
+        batch, _, heads, _ = spec
+        axes = (None if size == 1 else axis for size, axis in zip(bias.shape, (batch, heads), strict=False))
+        operands = operands | {"bias": jax.sharding.reshard(bias, PartitionSpec(*axes, None, None))}
+    return _vary_alike((query, key, value, operands))
+
+
+def _explicit_spec(x: jax.Array) -> PartitionSpec | None:
+    """How `x` is partitioned, where the mesh's axes are explicit: part of its type."""
+    sharding = jax.typeof(x).sharding
+    return sharding.spec if any(sharding.spec) else None
 
 
 def _vary_alike(arrays):
-    """Inside shard_map, makes all arrays vary over the same mesh axes, as the operands of one primitive must.
-
-    It stands outside of the custom_vjp, so that JAX sums the gradients of what was replicated.
-    """
     axes = {axis for x in jax.tree.leaves(arrays) for axis in _varying_axes(x)}
 
     def cast(x: jax.Array) -> jax.Array:

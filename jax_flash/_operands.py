@@ -22,6 +22,7 @@ OPERANDS = (
     Operand("query_seq_lengths", "", "int32"),
     Operand("key_value_seq_lengths", "", "int32"),
     Operand("query_offset", "", "int32"),
+    Operand("scale_factor", "", "lse"),
     Operand("sinks", "n", "lse"),
     Operand("query_segment_ids", "t", "int32"),
     Operand("key_value_segment_ids", "s", "int32"),

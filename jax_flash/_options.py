@@ -120,10 +120,10 @@ def _window(window: Any) -> tuple[int, int]:
         raise ValueError(
             f"local_window_size must be an int or a pair (left, right), got {len(parts)} parts: {window!r}."
         )
-    left, right = (static_int("local_window_size", part) for part in parts)
-    if left < 0 or right < 0:
-        raise ValueError(f"local_window_size must have parts >= 0 (None means no window), got {window!r}.")
-    return min(left, _WIDEST_WINDOW), min(right, _WIDEST_WINDOW)
+    if any(part is not None and static_int("local_window_size", part) < 0 for part in parts):
+        raise ValueError(f"local_window_size must have parts >= 0 (None means no limit), got {window!r}.")
+    left, right = (-1 if part is None else min(int(part), _WIDEST_WINDOW) for part in parts)
+    return left, right
 
 
 def _soft_cap(cap: Any) -> float:

@@ -31,6 +31,7 @@ def attention(
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     sinks: jax.Array | None = None,
     dropout_rng: jax.Array | None = None,
+    scale_factor: jax.Array | None = None,
     return_residual: bool = False,
     **options: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -51,6 +52,7 @@ def attention(
       segment_ids: int32 [B, T], or a pair of [B, T] and [B, S].
       sinks: float [N].
       dropout_rng: the key of the dropout.
+      scale_factor: a number that multiplies the logits beside the option `scale`.
       return_residual: also return lse.
       **options: the arguments of `AttentionOptions.resolve`.
 
@@ -95,6 +97,8 @@ def attention(
     query = query.reshape(batch, seqlen_q, *groups, head_dim)
     logits = jnp.einsum("btkgd,bskd->bkgts", query, key, precision=precision, preferred_element_type=dtype)
     logits = resolved.scale * logits.reshape(batch, num_heads, seqlen_q, seqlen_kv)
+    if scale_factor is not None:
+        logits *= scale_factor.astype(dtype)
     if isinstance(bias, Alibi):
         # In the logits' dtype, as any int32 is an offset.
         distances = jnp.abs(row.astype(dtype) + (jnp.asarray(offset).astype(dtype) - column.astype(dtype)))

@@ -73,6 +73,18 @@ def check_qkv(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, j
     return query, key, value
 
 
+def check_scale_array(scale: Any) -> jax.Array | None:
+    """A scale that is an array, in a floating dtype; None where it is a number or not given."""
+    if not isinstance(scale, jax.Array | np.ndarray):
+        return None
+    scale = jnp.asarray(scale)
+    if scale.ndim or not (
+        jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
+    ):
+        raise TypeError(f"scale must be a real number or a scalar array of one, got {describe(scale)}.")
+    return scale.astype(jnp.promote_types(scale.dtype, jnp.float32))
+
+
 def check_lengths(name: str, lengths: Any, batch: int | None) -> jax.Array | None:
     """Checks sequence lengths: int32 [B], or a scalar or [1] without a batch axis (batch None)."""
     if lengths is None:
@@ -86,6 +98,11 @@ def check_query_offset(query_offset: Any, batch: int | None) -> jax.Array | None
     """Checks the offset, an int or int32 scalar or int32 [B]; None where it is 0."""
     if query_offset is None:
         return None
+    if isinstance(query_offset, list | tuple):
+        raise TypeError(
+            "query_offset must be an int, or an int32 array that is a scalar or has shape [B], got "
+            f"{describe(query_offset)}."
+        )
     if isinstance(query_offset, np.generic) or not hasattr(query_offset, "dtype"):
         offset = _int32("query_offset", query_offset)
         return jnp.full((1 if batch is None else batch,), offset, jnp.int32) if offset else None
@@ -224,12 +241,14 @@ def _float_per_head(name: str, x: Any, num_heads: int) -> jax.Array:
     return x
 
 
+def is_broadcastable(shape: tuple[int, ...], scores: tuple[int, ...]) -> bool:
+    # Axis by axis: sizes may be symbolic.
+    axes = zip(reversed(shape), reversed(scores), strict=False)
+    return len(shape) <= len(scores) and all(size in (1, full) for size, full in axes)
+
+
 def _check_broadcastable(name: str, x: jax.Array, scores: tuple[int, ...]) -> None:
-    try:
-        fits = np.broadcast_shapes(x.shape, scores) == scores
-    except ValueError:
-        fits = False
-    if not fits:
+    if not is_broadcastable(x.shape, scores):
         letters = "[B, N, T, S]" if len(scores) == 4 else "[N, T, S]"
         raise ValueError(f"{name} must be broadcastable to {letters} = {list(scores)}, got {_shape(x)}.")
 

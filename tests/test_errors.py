@@ -90,6 +90,8 @@ CALLS = {
     "scale is NaN": (dict(scale=float("nan")), ValueError, "scale", "finite", "nan"),
     "scale is infinite": (dict(scale=float("inf")), ValueError, "scale", "finite", "inf"),
     "scale is an array": (dict(scale=f32(2)), TypeError, "scale", "number", "array"),
+    "scale is a bool array": (dict(scale=boolean()), TypeError, "scale", "number", "bool"),
+    "query_offset is a list": (dict(query_offset=[1, 2]), TypeError, "query_offset", "int32", "[B]", "[1, 2]"),
     "is_causal is an int": (dict(is_causal=1), TypeError, "is_causal", "bool", "1"),
     "is_causal is None": (dict(is_causal=None), TypeError, "is_causal", "bool", "None"),
     "window negative": (dict(local_window_size=-1), ValueError, "local_window_size", ">= 0", "-1"),
@@ -208,7 +210,6 @@ def test_the_table_is_long_enough():
 
 # Static options as traced values: what they would be is not known while the program is built.
 TRACED = {
-    "scale": 0.5,
     "is_causal": True,
     "local_window_size": 3,
     "logits_soft_cap": 2.0,

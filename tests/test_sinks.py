@@ -89,6 +89,15 @@ def test_a_sink_of_minus_infinity_is_none(platform):
     np.testing.assert_array_equal(gradient(sinks), 0.0)
 
 
+@pytest.mark.parametrize("sink", [np.nan, np.inf])
+def test_a_sink_that_is_not_finite_shows_in_its_gradient(sink, platform):
+    q, k, v, sinks = arrays()
+    sinks = np.array([sinks[0], sink, *sinks[2:]], np.float32)
+    for options in (dict(), dict(implementation="xla")):
+        gradient = np.asarray(jax.grad(loss, argnums=3)(q, k, v, sinks, **options))
+        np.testing.assert_array_equal(np.isnan(gradient), [False, True, False, False])
+
+
 def test_a_row_without_keys_has_output_0_and_its_sink_as_lse(platform):
     q, k, v, sinks = arrays()
     k, v = np.full_like(k, np.nan), np.full_like(v, np.nan)

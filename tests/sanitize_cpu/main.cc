@@ -179,6 +179,7 @@ class Call {
     if (Chance(3))
       p.key_value_seq_lengths = arrays_.Integers<int32_t>(b, [&](int64_t) { return Below(s + 20) - 5; });
     if (Chance(2)) p.query_offset = arrays_.Integers<int32_t>(b, [&](int64_t) { return Below(s); });
+    if (Chance(4)) p.scale_factor = arrays_.Normal(stats_dtype(), b);
     if (Chance(4)) p.sinks = arrays_.Normal(stats_dtype(), b * n);
     const int64_t run = 1 + Below(400);  // of keys with one id, or hidden together: whole tiles among them
     if (Chance(2)) {
