@@ -258,8 +258,7 @@ inline ffi::Error ReadOperands(CallReader& call, ffi::DataType* dtype, Attention
   }
   for (int64_t size : {params->batch, params->seqlen_q, params->seqlen_kv, params->num_heads,
                        params->head_dim, params->head_dim_v}) {
-    // Positions and differences of positions are ints in the kernels.
-    if (size >= int64_t{1} << 29) {
+    if (size >= kMaxSize) {
       return ffi::Error::InvalidArgument("jax_flash: a dimension must be below 2^29, got " +
                                          std::to_string(size) + ".");
     }
@@ -323,7 +322,7 @@ inline ffi::Error TakeVisibilityWorkspace(CallReader& call, bool with_workspace,
   const int64_t M = blocks(params.seqlen_q), U = blocks(params.seqlen_kv);
   workspace->num_heads = N;
   RETURN_IF_ERROR(call.TakeResult("visibility", ffi::DataType::U8, {B, N, M, U}, &workspace->visibility));
-  RETURN_IF_ERROR(call.TakeResult("lists", ffi::DataType::S32, {B, N, std::max(M * (U + 1), U * (M + 1))},
+  RETURN_IF_ERROR(call.TakeResult("lists", ffi::DataType::U32, {B, N, std::max(M * (U + 1), U * (M + 1))},
                                   &workspace->lists));
   if (!params.mask) return ffi::Error::Success();
   const PairArray& mask = params.mask;

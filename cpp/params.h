@@ -9,6 +9,9 @@
 
 namespace jax_flash {
 
+// Every dimension is below this: positions and differences of positions are ints in the kernels.
+inline constexpr int64_t kMaxSize = int64_t{1} << 29;
+
 enum class DType { kFloat16, kBFloat16, kFloat32, kFloat64, kBool };
 
 struct Options {
@@ -34,7 +37,7 @@ inline constexpr int64_t kVisibilityBlock = 64;
 struct VisibilityWorkspace {
   int64_t num_heads;    // N'
   uint8_t* visibility;  // [B, N', M, U]
-  int32_t* lists;       // [B, N', max(M * (U + 1), U * (M + 1))]: the visible blocks of a row or column
+  uint32_t* lists;      // [B, N', max(M * (U + 1), U * (M + 1))]: the visible blocks of a row or column
 
   // The mask as bits, 64 keys of a query, or 64 queries of a key, in two words.
   struct Bits {

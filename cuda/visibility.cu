@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kListThreads)
   const int64_t lists = shape.lists(params), length = shape.length(params);
   const int64_t batch_and_head = index / lists;
   const uint8_t* blocks = visible.visibility + batch_and_head * m_blocks * n_blocks;
-  int32_t* list = visible.lists + index * length;
+  uint32_t* list = visible.lists + index * length;
   const Mask mask(params, static_cast<int>(batch_and_head / visible.num_heads));
   const int tile_start = static_cast<int>(index % lists) * shape.tile;
 
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kListThreads)
   for (int first = 0; first < length - 1; first += kListThreads) {
     const int unit = first + threadIdx.x, start = unit * shape.unit, end = start + shape.unit;
     bool any = false, all = true;
-    int32_t parts = 0;
+    uint32_t parts = 0;
     // Unrolled, so that all blocks are read at once.
 #pragma unroll
     for (int part = 0; part < ListEntry::kMaxParts; ++part) {

@@ -28,22 +28,34 @@ struct ListShape {
 // An entry of a list: a visible block, and what is known of it by parts of 64 rows of the tile, 4 at most.
 // Blocks that causality, window and lengths hide are not visible; "whole" is said of mask and segments alone.
 struct ListEntry {
-  static constexpr int kMaxParts = 4;
-  int32_t bits;
+  static constexpr int kMaxParts = 4, kPartBits = 1 + 2 * kMaxParts;  // the rest is the block's number
+  uint32_t bits;
 
-  __host__ __device__ static constexpr int32_t make(int unit, bool is_whole) { return unit << 9 | is_whole; }
-  __host__ __device__ static constexpr int32_t part(int index, bool is_visible, bool is_whole) {
+  __host__ __device__ static constexpr uint32_t make(int unit, bool is_whole) {
+    return static_cast<uint32_t>(unit) << kPartBits | is_whole;
+  }
+  __host__ __device__ static constexpr uint32_t part(int index, bool is_visible, bool is_whole) {
     return (is_visible | is_whole << 1) << (1 + 2 * index);
   }
 
   // One of which every pair is visible.
-  __device__ static ListEntry whole(int unit) { return {unit << 9 | 0x1ff}; }
+  __host__ __device__ static constexpr ListEntry whole(int unit) {
+    return {make(unit, true) | ((1u << kPartBits) - 1)};
+  }
 
-  __device__ __forceinline__ int unit() const { return bits >> 9; }
-  __device__ __forceinline__ bool is_whole() const { return bits & 1; }
-  __device__ __forceinline__ bool is_visible(int part) const { return bits >> (1 + 2 * part) & 1; }
-  __device__ __forceinline__ bool is_whole(int part) const { return bits >> (2 + 2 * part) & 1; }
+  __host__ __device__ constexpr int unit() const { return static_cast<int>(bits >> kPartBits); }
+  __host__ __device__ constexpr bool is_whole() const { return bits & 1; }
+  __host__ __device__ constexpr bool is_visible(int part) const { return bits >> (1 + 2 * part) & 1; }
+  __host__ __device__ constexpr bool is_whole(int part) const { return bits >> (2 + 2 * part) & 1; }
 };
+
+// The last block of the longest array has room, and leaves what is said of the parts as it is.
+inline constexpr int kLastUnit = (kMaxSize - 1) / kVisibilityBlock;
+static_assert(ListEntry::whole(kLastUnit).unit() == kLastUnit);
+static_assert(ListEntry{ListEntry::make(kLastUnit, false) | ListEntry::part(3, true, false)}.unit() ==
+              kLastUnit);
+static_assert(ListEntry{ListEntry::make(kLastUnit, false) | ListEntry::part(3, true, false)}.is_visible(3));
+static_assert(!ListEntry{ListEntry::make(kLastUnit, false)}.is_whole());
 
 inline bool has_visibility(const AttentionParams& params) { return params.mask || params.query_segment_ids; }
 
@@ -66,7 +78,7 @@ struct BlockList {
                  kUnit % kVisibilityBlock == 0 && kUnit % kBlock == 0));
   __host__ __device__ static constexpr ListShape shape() { return {kOfQueries, kListTile, kUnit}; }
 
-  const int32_t* entries;  // null: all blocks from `first` on
+  const uint32_t* entries;  // null: all blocks from `first` on
   int first, count;
 
   // Of the tile that begins at `start`. Without lists: blocks [begin, end).
@@ -76,10 +88,10 @@ struct BlockList {
     const VisibilityWorkspace& visible = params.visible;
     if (!kMayBeListed || !visible.lists) return;
     const int64_t batch_and_head = batch * visible.num_heads + (visible.num_heads > 1 ? head : 0);
-    const int32_t* list =
+    const uint32_t* list =
         visible.lists + (batch_and_head * shape().lists(params) + start / kListTile) * shape().length(params);
     first = 0;
-    count = __ldg(list) * kBlocksInUnit;
+    count = static_cast<int>(__ldg(list)) * kBlocksInUnit;
     entries = list + 1;
   }
 

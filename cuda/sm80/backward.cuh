@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   // float32 dq is summed where it is wanted, so its scale goes into ds; 16-bit ds would lose small values by
   // that, and dq_accum gets its scale when it is converted.
   const float ds_scale = kIs16Bit<Arithmetic> ? 1 : arguments.logit.scale;
-  const int stats_stride = static_cast<int>(stats_length(seqlen_q));
+  const int64_t stats_stride = stats_length(seqlen_q);
   const int64_t stats_row = (int64_t{batch} * num_heads + first_head) * stats_stride + score_row;
   const int64_t dq_stride = int64_t{num_heads} * head_dim;
   float* gDq0 = arguments.dq_accum + (q_row0 + dq_row + lane_id() / 4) * dq_stride +
