@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(256)
 
 // Before the backward kernels; clears `count` floats at `to_clear`, where dq is to be summed.
 template <class Element>
-cudaError_t launch_delta(const BackwardParams& params, float* to_clear, int64_t count,
-                         const LaunchContext& context) {
+Status launch_delta(const BackwardParams& params, float* to_clear, int64_t count,
+                    const LaunchContext& context) {
   constexpr int kThreads = 256, kRows = kThreads / 32;
   const int64_t rows = params.batch * stats_length(params.seqlen_q) * params.num_heads;
   const bool is_small = rows + kRows <= std::numeric_limits<uint32_t>::max();
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(256)
 }
 
 template <class Element>
-cudaError_t launch_convert(const BackwardParams& params, const LaunchContext& context) {
+Status launch_convert(const BackwardParams& params, const LaunchContext& context) {
   constexpr int kThreads = 256;
   const int64_t count = params.batch * params.seqlen_q * params.num_heads * params.head_dim;
   return launch(convert_kernel<Element>, ceil_div(count, 4 * kThreads), kThreads, 0, context,

@@ -18,8 +18,9 @@
 #include "visibility.cuh"
 
 // Each kernel is compiled in a unit of its own.
-#define KERNEL(direction, arch, arithmetic, head_dim)                                                  \
-  extern template cudaError_t jax_flash::cuda::arch::direction<jax_flash::cuda::arithmetic, head_dim>( \
+#define KERNEL(direction, arch, arithmetic, head_dim)                      \
+  extern template jax_flash::cuda::Status                                  \
+  jax_flash::cuda::arch::direction<jax_flash::cuda::arithmetic, head_dim>( \
       const jax_flash::cuda::direction##_params&, const jax_flash::cuda::LaunchContext&);
 #include "kernels.def"
 #undef KERNEL
@@ -36,11 +37,11 @@ struct Kernel {
   Arithmetic arithmetic;
   int64_t head_dim;
   const char* name;
-  cudaError_t (*run)(const AttentionParams& params, const LaunchContext& context);
+  Status (*run)(const AttentionParams& params, const LaunchContext& context);
 };
 
-template <class Params, cudaError_t (*kRun)(const Params&, const LaunchContext&)>
-cudaError_t run(const AttentionParams& params, const LaunchContext& context) {
+template <class Params, Status (*kRun)(const Params&, const LaunchContext&)>
+Status run(const AttentionParams& params, const LaunchContext& context) {
   return kRun(static_cast<const Params&>(params), context);
 }
 
@@ -89,8 +90,8 @@ std::string run_kernel(Direction direction, const AttentionParams& params, const
     if (kernel.direction != direction || kernel.arithmetic != arithmetic_of(params)) continue;
     largest = std::max(largest, kernel.head_dim);
     if (head_dim > kernel.head_dim || (!only_arch.empty() && kernel.arch != only_arch)) continue;
-    const cudaError_t error = kernel.run(params, context);
-    if (error != kNotServed) return describe(error);
+    const Status status = kernel.run(params, context);
+    if (status.is_served()) return describe(status.error());
   }
   const std::string refusal =
       head_dim > largest
@@ -149,7 +150,8 @@ std::string run_forward(const ForwardParams& params, cudaStream_t stream, int de
   const DeviceGuard guard(device);
   LaunchContext context;
   if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
-  if (const cudaError_t error = launch_visibility(params, context)) return describe(error);
+  if (const Status status = launch_visibility(params, context); status.failed())
+    return describe(status.error());
   return run_kernel(Direction::forward, params, context);
 }
 
@@ -157,7 +159,8 @@ std::string run_backward(const BackwardParams& params, cudaStream_t stream, int 
   const DeviceGuard guard(device);
   LaunchContext context;
   if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
-  if (const cudaError_t error = launch_visibility(params, context)) return describe(error);
+  if (const Status status = launch_visibility(params, context); status.failed())
+    return describe(status.error());
   if (std::string message = run_kernel(Direction::backward, params, context); !message.empty())
     return message;
   return params.options.deterministic ? run_kernel(Direction::backward_dq, params, context) : "";
@@ -167,7 +170,8 @@ std::string run_backward_bias(const BackwardParams& params, cudaStream_t stream,
   const DeviceGuard guard(device);
   LaunchContext context;
   if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
-  if (const cudaError_t error = launch_visibility(params, context)) return describe(error);
+  if (const Status status = launch_visibility(params, context); status.failed())
+    return describe(status.error());
   return run_kernel(Direction::backward_bias, params, context);
 }
 

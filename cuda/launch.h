@@ -18,17 +18,33 @@ struct LaunchContext {
   int forced_tile;              // for tests: 0 or 1 for short or long sequences' tiles; -1: as measured
 };
 
-// What a kernel returns that does not do what is asked, or not on this card, for example for want of shared
-// memory: another one may.
-inline constexpr cudaError_t kNotServed = cudaErrorInvalidConfiguration;
+// How a launch went. Not served: the kernel does not do what is asked, or not on this card, for example for
+// want of shared memory; another one may. No error of CUDA means that.
+class [[nodiscard]] Status {
+ public:
+  Status(cudaError_t error = cudaSuccess) : error_(error) {}
+  static Status not_served() {
+    Status status;
+    status.is_served_ = false;
+    return status;
+  }
+
+  bool is_served() const { return is_served_; }
+  bool failed() const { return !is_served_ || error_ != cudaSuccess; }
+  cudaError_t error() const { return error_; }  // of a kernel that is served
+
+ private:
+  cudaError_t error_;
+  bool is_served_ = true;
+};
 
 // Launches `kernel` on a one-dimensional grid (the other dimensions end at 65,535) with `shared_bytes` of
 // dynamic shared memory. Nothing is launched for an empty grid.
 template <class... Parameters>
-cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes,
-                   const LaunchContext& context, const Parameters&... parameters) {
+Status launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes,
+              const LaunchContext& context, const Parameters&... parameters) {
   if (blocks == 0) return cudaSuccess;
-  if (shared_bytes > context.shared_memory_per_block) return kNotServed;
+  if (shared_bytes > context.shared_memory_per_block) return Status::not_served();
   if (blocks > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidValue;
   if (shared_bytes > 48 * 1024) {
     // Once a device would do, but costs a table of devices; this is half a microsecond.

@@ -197,17 +197,16 @@ __global__ void __launch_bounds__(kListThreads)
 
 }  // namespace
 
-cudaError_t launch_visibility(const AttentionParams& params, const LaunchContext& context) {
-  if (!has_visibility(params)) return cudaSuccess;
+Status launch_visibility(const AttentionParams& params, const LaunchContext& context) {
+  if (!has_visibility(params)) return {};
   const int64_t blocks = params.batch * params.visible.num_heads *
                          ceil_div(params.seqlen_q, kVisibilityBlock) *
                          ceil_div(params.seqlen_kv, kVisibilityBlock);
   return launch(visibility_kernel, ceil_div(blocks, 8), 256, 0, context, params);
 }
 
-cudaError_t launch_lists(const AttentionParams& params, const ListShape& shape,
-                         const LaunchContext& context) {
-  if (!has_visibility(params)) return cudaSuccess;
+Status launch_lists(const AttentionParams& params, const ListShape& shape, const LaunchContext& context) {
+  if (!has_visibility(params)) return {};
   const int64_t lists = params.batch * params.visible.num_heads * shape.lists(params);
   return launch(list_kernel, lists, kListThreads, 0, context, params, shape);
 }

@@ -61,10 +61,10 @@ inline bool has_visibility(const AttentionParams& params) { return params.mask |
 
 // Fills in params.visible but for the lists. Does nothing where there is no mask and there are no segments,
 // like the next one.
-cudaError_t launch_visibility(const AttentionParams& params, const LaunchContext& context);
+Status launch_visibility(const AttentionParams& params, const LaunchContext& context);
 
 // After launch_visibility, fills in the lists, for a kernel that follows on the stream.
-cudaError_t launch_lists(const AttentionParams& params, const ListShape& shape, const LaunchContext& context);
+Status launch_lists(const AttentionParams& params, const ListShape& shape, const LaunchContext& context);
 
 // The blocks that a tile of kTile rows goes through, of kBlock rows of the other side, in ascending order.
 // kMayBeListed: false where there is no mask and there are no segments.

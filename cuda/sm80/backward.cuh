@@ -358,7 +358,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 }
 
 template <class Arithmetic, int kHeadDim, bool kCompact, bool kGeneral>
-cudaError_t launch_backward(const BackwardParams& params, const LaunchContext& context) {
+Status launch_backward(const BackwardParams& params, const LaunchContext& context) {
   using Config = BackwardConfig<Arithmetic, kHeadDim, kCompact>;
   using Element = typename Config::Element;
   // float32 gradients are summed where they are wanted.
@@ -370,14 +370,14 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchContext& c
     if (bytes > context.shared_memory_per_block) return 0;
     return std::min(Config::kTile.blocks_per_sm, context.shared_memory_per_sm / (bytes + 1024));
   };
-  if (blocks_per_sm(1) == 0) return kNotServed;
+  if (blocks_per_sm(1) == 0) return Status::not_served();
   const int stages = blocks_per_sm(2) >= blocks_per_sm(1) ? 2 : 1;
   const int64_t dq_size = params.batch * params.seqlen_q * params.num_heads * params.head_dim;
-  cudaError_t error = launch_delta<Element>(params, dq_accum, dq_accum ? dq_size : 0, context);
-  if (error == cudaSuccess) {
-    error = launch_lists(params, QueryWalk<kGeneral, Config>::Queries::shape(), context);
+  Status status = launch_delta<Element>(params, dq_accum, dq_accum ? dq_size : 0, context);
+  if (!status.failed()) {
+    status = launch_lists(params, QueryWalk<kGeneral, Config>::Queries::shape(), context);
   }
-  if (error != cudaSuccess) return error;
+  if (status.failed()) return status;
   const BackwardArguments arguments{params,
                                     LogitScale(params),
                                     PairOptions(params),
@@ -388,22 +388,22 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchContext& c
                                     dq_accum,
                                     stages};
   const int64_t blocks = ceil_div(params.seqlen_kv, Config::kBlockN) * params.num_kv_heads * params.batch;
-  error = launch(backward_kernel<Arithmetic, kHeadDim, kCompact, kGeneral>, blocks, Config::kThreads,
-                 Config::shared_bytes(stages), context, arguments);
+  status = launch(backward_kernel<Arithmetic, kHeadDim, kCompact, kGeneral>, blocks, Config::kThreads,
+                  Config::shared_bytes(stages), context, arguments);
   if constexpr (kIs16Bit<Arithmetic>) {
-    if (error == cudaSuccess && dq_accum) return launch_convert<Element>(params, context);
+    if (!status.failed() && dq_accum) return launch_convert<Element>(params, context);
   }
-  return error;
+  return status;
 }
 
 template <class Arithmetic, int kHeadDim, bool kCompact>
-cudaError_t launch_backward_form(const BackwardParams& params, const LaunchContext& context) {
+Status launch_backward_form(const BackwardParams& params, const LaunchContext& context) {
   return has_pairs(params) ? launch_backward<Arithmetic, kHeadDim, kCompact, true>(params, context)
                            : launch_backward<Arithmetic, kHeadDim, kCompact, false>(params, context);
 }
 
 template <class Arithmetic, int kHeadDim>
-cudaError_t backward(const BackwardParams& params, const LaunchContext& context) {
+Status backward(const BackwardParams& params, const LaunchContext& context) {
   return launch_backward_form<Arithmetic, kHeadDim, /*kCompact=*/false>(params, context);
 }
 

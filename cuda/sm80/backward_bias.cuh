@@ -210,11 +210,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 
 // For head dims up to `kHeadDim`, which is only what the list of kernels calls it.
 template <class Arithmetic, int kHeadDim>
-cudaError_t backward_bias(const BackwardParams& params, const LaunchContext& context) {
+Status backward_bias(const BackwardParams& params, const LaunchContext& context) {
   using Config = BackwardBiasConfig<Arithmetic>;
   using Element = typename Config::Element;
-  const cudaError_t error = launch_delta<Element>(params, nullptr, 0, context);
-  if (error != cudaSuccess) return error;
+  if (const Status status = launch_delta<Element>(params, nullptr, 0, context); status.failed())
+    return status;
   const BackwardBiasArguments arguments{params,
                                         LogitScale(params),
                                         PairOptions(params),

@@ -10,7 +10,7 @@ using backward_compact_params = BackwardParams;
 namespace jax_flash::cuda::sm80 {
 
 template <class Arithmetic, int kHeadDim>
-cudaError_t backward_compact(const BackwardParams& params, const LaunchContext& context) {
+Status backward_compact(const BackwardParams& params, const LaunchContext& context) {
   return launch_backward_form<Arithmetic, kHeadDim, /*kCompact=*/true>(params, context);
 }
 

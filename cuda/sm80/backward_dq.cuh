@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 }
 
 template <class Arithmetic, int kHeadDim, bool kGeneral>
-cudaError_t launch_backward_dq(const BackwardParams& params, const LaunchContext& context) {
+Status launch_backward_dq(const BackwardParams& params, const LaunchContext& context) {
   using Config = BackwardDqConfig<Arithmetic, kHeadDim>;
   using Element = typename Config::Element;
   const BackwardDqArguments arguments{params,
@@ -201,15 +201,17 @@ cudaError_t launch_backward_dq(const BackwardParams& params, const LaunchContext
                                       head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
                                       head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
                                       head_rows<Element>(params.dout, params.num_heads, params.head_dim_v)};
-  const cudaError_t error = launch_lists(params, Config::template Keys<kGeneral>::shape(), context);
-  if (error != cudaSuccess) return error;
+  if (const Status status = launch_lists(params, Config::template Keys<kGeneral>::shape(), context);
+      status.failed()) {
+    return status;
+  }
   const int64_t blocks = ceil_div(params.seqlen_q, Config::kBlockM) * params.num_heads * params.batch;
   return launch(backward_dq_kernel<Arithmetic, kHeadDim, kGeneral>, blocks, Config::kThreads,
                 Config::kSharedBytes, context, arguments);
 }
 
 template <class Arithmetic, int kHeadDim>
-cudaError_t backward_dq(const BackwardParams& params, const LaunchContext& context) {
+Status backward_dq(const BackwardParams& params, const LaunchContext& context) {
   return has_pairs(params) ? launch_backward_dq<Arithmetic, kHeadDim, true>(params, context)
                            : launch_backward_dq<Arithmetic, kHeadDim, false>(params, context);
 }

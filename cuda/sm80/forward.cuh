@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 }
 
 template <class Arithmetic, int kHeadDim, bool kGeneral>
-cudaError_t launch_forward(const ForwardParams& params, const LaunchContext& context) {
+Status launch_forward(const ForwardParams& params, const LaunchContext& context) {
   using Config = ForwardConfig<Arithmetic, kHeadDim>;
   using Element = typename Config::Element;
   const ForwardArguments arguments{params,
@@ -205,15 +205,17 @@ cudaError_t launch_forward(const ForwardParams& params, const LaunchContext& con
                                    head_rows<Element>(params.q, params.num_heads, params.head_dim),
                                    head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
                                    head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v)};
-  const cudaError_t error = launch_lists(params, Config::template Keys<kGeneral>::shape(), context);
-  if (error != cudaSuccess) return error;
+  if (const Status status = launch_lists(params, Config::template Keys<kGeneral>::shape(), context);
+      status.failed()) {
+    return status;
+  }
   const int64_t blocks = ceil_div(params.seqlen_q, Config::kBlockM) * params.num_heads * params.batch;
   return launch(forward_kernel<Arithmetic, kHeadDim, kGeneral>, blocks, Config::kThreads,
                 Config::kSharedBytes, context, arguments);
 }
 
 template <class Arithmetic, int kHeadDim>
-cudaError_t forward(const ForwardParams& params, const LaunchContext& context) {
+Status forward(const ForwardParams& params, const LaunchContext& context) {
   return has_pairs(params) ? launch_forward<Arithmetic, kHeadDim, true>(params, context)
                            : launch_forward<Arithmetic, kHeadDim, false>(params, context);
 }

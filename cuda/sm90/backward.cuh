@@ -759,10 +759,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 }
 
 template <class Config>
-cudaError_t launch_backward(const BackwardParams& params, const LaunchContext& context) {
+Status launch_backward(const BackwardParams& params, const LaunchContext& context) {
   using Element = typename Config::Element;
   const int64_t tiles = ceil_div(params.seqlen_kv, Config::kBlockN) * params.num_kv_heads * params.batch;
-  if (tiles > std::numeric_limits<int32_t>::max() - context.multiprocessors) return kNotServed;
+  if (tiles > std::numeric_limits<int32_t>::max() - context.multiprocessors) return Status::not_served();
   BackwardArguments arguments{.params = params,
                               .schedule{params, Config::kBlockN, context.multiprocessors},
                               .dq_accum = DqFragments(params),
@@ -771,17 +771,16 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchContext& c
                               .group = static_cast<int>(params.num_heads / params.num_kv_heads)};
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
-  for (cudaError_t error :
-       {make_tensor_map<Element>(params.q, B, T, N, H, Config::kBlockM, &arguments.tQ),
-        make_tensor_map<Element>(params.dout, B, T, N, Hv, Config::kBlockM, &arguments.tDout),
-        make_tensor_map<Element>(params.k, B, S, K, H, Config::kBlockN, &arguments.tK),
-        make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kBlockN, &arguments.tV),
-        make_tensor_map<Element>(params.dk, B, S, K, H, 16, &arguments.tDk),
-        make_tensor_map<Element>(params.dv, B, S, K, Hv, 16, &arguments.tDv)}) {
-    if (error != cudaSuccess) return error;
-  }
-  if (const cudaError_t error = launch_lists(params, Config::Queries::shape(), context)) {
-    return error;
+  const bool has_maps =
+      make_tensor_map<Element>(params.q, B, T, N, H, Config::kBlockM, &arguments.tQ) &&
+      make_tensor_map<Element>(params.dout, B, T, N, Hv, Config::kBlockM, &arguments.tDout) &&
+      make_tensor_map<Element>(params.k, B, S, K, H, Config::kBlockN, &arguments.tK) &&
+      make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kBlockN, &arguments.tV) &&
+      make_tensor_map<Element>(params.dk, B, S, K, H, 16, &arguments.tDk) &&
+      make_tensor_map<Element>(params.dv, B, S, K, Hv, 16, &arguments.tDv);
+  if (!has_maps) return Status::not_served();
+  if (const Status status = launch_lists(params, Config::Queries::shape(), context); status.failed()) {
+    return status;
   }
   return launch(backward_kernel<Config>, arguments.schedule.num_blocks, Config::kThreads,
                 Config::kSharedBytes, context, arguments);
@@ -789,29 +788,29 @@ cudaError_t launch_backward(const BackwardParams& params, const LaunchContext& c
 
 // Of backward_dq.cuh, compiled in units of its own.
 template <class Arithmetic, int kHeadDim>
-cudaError_t backward_dq(const BackwardParams& params, const LaunchContext& context);
+Status backward_dq(const BackwardParams& params, const LaunchContext& context);
 
 // When deterministic, dq is left to the caller.
 template <class Arithmetic, int kHeadDim>
-cudaError_t backward(const BackwardParams& params, const LaunchContext& context) {
+Status backward(const BackwardParams& params, const LaunchContext& context) {
   using Element = typename Arithmetic::Element;
-  if (!is_served(params, context)) return kNotServed;
+  if (!is_served(params, context)) return Status::not_served();
   auto launch_form = [&]<bool kWithDq>() {
     return is_general(params)
                ? launch_backward<BackwardConfig<Arithmetic, kHeadDim, true, kWithDq>>(params, context)
                : launch_backward<BackwardConfig<Arithmetic, kHeadDim, false, kWithDq>>(params, context);
   };
-  cudaError_t error = cudaSuccess;
+  Status status;
   if constexpr (!backward_is_split(kHeadDim)) {
     if (!params.options.deterministic) {
-      error = launch_delta<Element>(params, params.dq_accum, DqFragments::size(params), context);
-      if (error == cudaSuccess) error = launch_form.template operator()<true>();
-      return error == cudaSuccess ? launch_convert_fragments<Element>(params, context) : error;
+      status = launch_delta<Element>(params, params.dq_accum, DqFragments::size(params), context);
+      if (!status.failed()) status = launch_form.template operator()<true>();
+      return status.failed() ? status : launch_convert_fragments<Element>(params, context);
     }
   }
-  error = launch_delta<Element>(params, nullptr, 0, context);
-  if (error == cudaSuccess) error = launch_form.template operator()<false>();
-  if (error != cudaSuccess || params.options.deterministic) return error;
+  status = launch_delta<Element>(params, nullptr, 0, context);
+  if (!status.failed()) status = launch_form.template operator()<false>();
+  if (status.failed() || params.options.deterministic) return status;
   return backward_dq<Arithmetic, kHeadDim>(params, context);
 }
 

@@ -361,29 +361,28 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 }
 
 template <class Arithmetic, int kHeadDim>
-cudaError_t backward_bias(const BackwardParams& params, const LaunchContext& context) {
+Status backward_bias(const BackwardParams& params, const LaunchContext& context) {
   using Config = BackwardBiasConfig<Arithmetic, kHeadDim>;
   using Element = typename Config::Element;
   const bool has_pairs = params.bias && params.dbias_rows == 1 && params.dbias_keys == 1;
   const bool is_empty = params.batch == 0 || params.num_heads == 0;  // of which there is no tensor map
-  if (is_empty || !has_pairs || !is_served(params, context)) return kNotServed;
+  if (is_empty || !has_pairs || !is_served(params, context)) return Status::not_served();
   const int64_t tiles = Config::Tile::count(params);
-  if (tiles > std::numeric_limits<int32_t>::max() - context.multiprocessors) return kNotServed;
-  cudaError_t error = launch_delta<Element>(params, nullptr, 0, context);
-  if (error != cudaSuccess) return error;
+  if (tiles > std::numeric_limits<int32_t>::max() - context.multiprocessors) return Status::not_served();
+  if (const Status status = launch_delta<Element>(params, nullptr, 0, context); status.failed())
+    return status;
   BackwardBiasArguments arguments{.params = params,
                                   .logit = LogitScale(params),
                                   .pairs = PairOptions(params),
                                   .num_tiles = static_cast<int>(tiles)};
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
-  for (cudaError_t error :
-       {make_tensor_map<Element>(params.q, B, T, N, H, Config::kBlockM, &arguments.tQ),
-        make_tensor_map<Element>(params.dout, B, T, N, Hv, Config::kBlockM, &arguments.tDout),
-        make_tensor_map<Element>(params.k, B, S, K, H, Config::kPartN, &arguments.tK),
-        make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kPartN, &arguments.tV)}) {
-    if (error != cudaSuccess) return error;
-  }
+  const bool has_maps =
+      make_tensor_map<Element>(params.q, B, T, N, H, Config::kBlockM, &arguments.tQ) &&
+      make_tensor_map<Element>(params.dout, B, T, N, Hv, Config::kBlockM, &arguments.tDout) &&
+      make_tensor_map<Element>(params.k, B, S, K, H, Config::kPartN, &arguments.tK) &&
+      make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kPartN, &arguments.tV);
+  if (!has_maps) return Status::not_served();
   return launch(backward_bias_kernel<Config>, std::min<int64_t>(tiles, context.multiprocessors),
                 Config::kThreads, Config::kSharedBytes, context, arguments);
 }

@@ -354,29 +354,28 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 }
 
 template <class Config>
-cudaError_t launch_backward_dq(const BackwardParams& params, const LaunchContext& context) {
+Status launch_backward_dq(const BackwardParams& params, const LaunchContext& context) {
   using Element = typename Config::Element;
   BackwardDqArguments arguments{.params = params, .logit = LogitScale(params), .pairs = PairOptions(params)};
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
-  for (cudaError_t error :
-       {make_tensor_map<Element>(params.q, B, T, N, H, Config::kBlockM, &arguments.tQ),
-        make_tensor_map<Element>(params.dout, B, T, N, Hv, Config::kBlockM, &arguments.tDout),
-        make_tensor_map<Element>(params.k, B, S, K, H, Config::kBlockN, &arguments.tK),
-        make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kBlockN, &arguments.tV),
-        make_tensor_map<Element>(params.dq, B, T, N, H, 16, &arguments.tDq)}) {
-    if (error != cudaSuccess) return error;
-  }
-  if (const cudaError_t error = launch_lists(params, Config::Keys::shape(), context)) {
-    return error;
+  const bool has_maps =
+      make_tensor_map<Element>(params.q, B, T, N, H, Config::kBlockM, &arguments.tQ) &&
+      make_tensor_map<Element>(params.dout, B, T, N, Hv, Config::kBlockM, &arguments.tDout) &&
+      make_tensor_map<Element>(params.k, B, S, K, H, Config::kBlockN, &arguments.tK) &&
+      make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kBlockN, &arguments.tV) &&
+      make_tensor_map<Element>(params.dq, B, T, N, H, 16, &arguments.tDq);
+  if (!has_maps) return Status::not_served();
+  if (const Status status = launch_lists(params, Config::Keys::shape(), context); status.failed()) {
+    return status;
   }
   return launch(backward_dq_kernel<Config>, ceil_div(T, Config::kBlockM) * N * B, Config::kThreads,
                 Config::kSharedBytes, context, arguments);
 }
 
 template <class Arithmetic, int kHeadDim>
-cudaError_t backward_dq(const BackwardParams& params, const LaunchContext& context) {
-  if (!is_served(params, context)) return kNotServed;
+Status backward_dq(const BackwardParams& params, const LaunchContext& context) {
+  if (!is_served(params, context)) return Status::not_served();
   return is_general(params)
              ? launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, true>>(params, context)
              : launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, false>>(params, context);

@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(256)
 }
 
 template <class Element>
-cudaError_t launch_convert_fragments(const BackwardParams& params, const LaunchContext& context) {
+Status launch_convert_fragments(const BackwardParams& params, const LaunchContext& context) {
   const DqFragments accum(params);
   const int64_t warps = params.batch * params.num_heads * accum.row_tiles * ceil_div(accum.column_tiles, 4);
   return launch(convert_fragments_kernel<Element>, ceil_div(warps, 8), 256, 0, context, accum,

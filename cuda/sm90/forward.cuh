@@ -750,32 +750,31 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 }
 
 template <class Config>
-cudaError_t launch_forward(const ForwardParams& params, const LaunchContext& context) {
+Status launch_forward(const ForwardParams& params, const LaunchContext& context) {
   using Element = typename Config::Element;
   ForwardArguments arguments{.params = params, .logit = LogitScale(params), .pairs = PairOptions(params)};
-  if (!make_schedule(params, Config::kBlockM, context, &arguments.schedule)) return kNotServed;
+  if (!make_schedule(params, Config::kBlockM, context, &arguments.schedule)) return Status::not_served();
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
-  for (cudaError_t error : {make_tensor_map<Element>(params.q, B, T, N, H, 64, &arguments.tQ),
-                            make_tensor_map<Element>(params.k, B, S, K, H, Config::kBlockN, &arguments.tK),
-                            make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kBlockN, &arguments.tV),
-                            make_tensor_map<Element>(params.out, B, T, N, Hv, 16, &arguments.tOut)}) {
-    if (error != cudaSuccess) return error;
-  }
+  const bool has_maps = make_tensor_map<Element>(params.q, B, T, N, H, 64, &arguments.tQ) &&
+                        make_tensor_map<Element>(params.k, B, S, K, H, Config::kBlockN, &arguments.tK) &&
+                        make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kBlockN, &arguments.tV) &&
+                        make_tensor_map<Element>(params.out, B, T, N, Hv, 16, &arguments.tOut);
+  if (!has_maps) return Status::not_served();
   if (arguments.schedule.counter) {
-    const cudaError_t error = cudaMemsetAsync(arguments.schedule.counter, 0, sizeof(int), context.stream);
-    if (error != cudaSuccess) return error;
+    const Status status = cudaMemsetAsync(arguments.schedule.counter, 0, sizeof(int), context.stream);
+    if (status.failed()) return status;
   }
-  if (const cudaError_t error = launch_lists(params, Config::Keys::shape(), context)) {
-    return error;
+  if (const Status status = launch_lists(params, Config::Keys::shape(), context); status.failed()) {
+    return status;
   }
   const int blocks = std::min(arguments.schedule.num_tiles, context.multiprocessors);
   return launch(forward_kernel<Config>, blocks, Config::kThreads, Config::kSharedBytes, context, arguments);
 }
 
 template <class Arithmetic, int kHeadDim>
-cudaError_t forward(const ForwardParams& params, const LaunchContext& context) {
-  if (!is_served(params, context)) return kNotServed;
+Status forward(const ForwardParams& params, const LaunchContext& context) {
+  if (!is_served(params, context)) return Status::not_served();
   constexpr ForwardTile kShort = forward_tile(kHeadDim, false), kLong = forward_tile(kHeadDim, true);
   constexpr ForwardTile kGeneral = general_forward_tile(kHeadDim);
   if (is_general(params)) {

@@ -52,26 +52,25 @@ inline bool is_served(const AttentionParams& params, const LaunchContext& contex
 }
 
 // Boxes of `box_rows` rows and kChunkColumns columns of one head of a dense [batch, seqlen, num_heads,
-// head_dim]. Coordinates are (column, head, row, batch).
+// head_dim]. Coordinates are (column, head, row, batch). False where the driver does not make it.
 template <class Element>
-cudaError_t make_tensor_map(const void* tensor, int64_t batch, int64_t seqlen, int64_t num_heads,
-                            int64_t head_dim, int box_rows, CUtensorMap* map) {
+bool make_tensor_map(const void* tensor, int64_t batch, int64_t seqlen, int64_t num_heads, int64_t head_dim,
+                     int box_rows, CUtensorMap* map) {
   static_assert(sizeof(Element) == 2);
   constexpr CUtensorMapDataType kType = std::is_same_v<Element, __nv_bfloat16>
                                             ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const auto encode = tensor_map_encoder();
-  if (!encode) return cudaErrorInsufficientDriver;
+  if (!encode) return false;
   const cuuint64_t sizes[] = {cuuint64_t(head_dim), cuuint64_t(num_heads), cuuint64_t(seqlen),
                               cuuint64_t(batch)};
   const cuuint64_t row_bytes = 2 * head_dim;
   const cuuint64_t strides[] = {row_bytes, row_bytes * num_heads, row_bytes * num_heads * seqlen};
   const cuuint32_t box[] = {kChunkColumns, 1, cuuint32_t(box_rows), 1};
   const cuuint32_t steps[] = {1, 1, 1, 1};
-  const CUresult result = encode(map, kType, 4, const_cast<void*>(tensor), sizes, strides, box, steps,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  return encode(map, kType, 4, const_cast<void*>(tensor), sizes, strides, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 }  // namespace jax_flash::cuda::sm90
