@@ -27,7 +27,7 @@ ffi::Error OutOfMemory() {
 ffi::Error ForwardCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi::RemainingRets results,
                       ffi::Dictionary attributes) {
   ForwardParams params;
-  RETURN_IF_ERROR(ReadForward(args, results, attributes, /*with_workspace=*/false, &params));
+  RETURN_IF_ERROR(ReadForward(args, results, attributes, Platform::kCpu, &params));
   XlaThreadPool pool(thread_pool);
   return cpu::Forward(params, pool) ? ffi::Error::Success() : OutOfMemory();
 }
@@ -35,8 +35,7 @@ ffi::Error ForwardCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi:
 ffi::Error BackwardCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi::RemainingRets results,
                        ffi::Dictionary attributes) {
   BackwardParams params;
-  RETURN_IF_ERROR(
-      ReadBackward(args, results, attributes, /*with_workspace=*/false, /*is_of_bias=*/false, &params));
+  RETURN_IF_ERROR(ReadBackward(args, results, attributes, Platform::kCpu, /*is_of_bias=*/false, &params));
   XlaThreadPool pool(thread_pool);
   return cpu::Backward(params, pool) ? ffi::Error::Success() : OutOfMemory();
 }
@@ -44,8 +43,7 @@ ffi::Error BackwardCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi
 ffi::Error BackwardBiasCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi::RemainingRets results,
                            ffi::Dictionary attributes) {
   BackwardParams params;
-  RETURN_IF_ERROR(
-      ReadBackward(args, results, attributes, /*with_workspace=*/false, /*is_of_bias=*/true, &params));
+  RETURN_IF_ERROR(ReadBackward(args, results, attributes, Platform::kCpu, /*is_of_bias=*/true, &params));
   XlaThreadPool pool(thread_pool);
   return cpu::BackwardBias(params, pool) ? ffi::Error::Success() : OutOfMemory();
 }
@@ -53,21 +51,21 @@ ffi::Error BackwardBiasCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args,
 }  // namespace
 }  // namespace jax_flash
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashForwardCpu, jax_flash::ForwardCpu,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashForwardCpu, jax_flash::kGuarded<jax_flash::ForwardCpu>,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .RemainingArgs()  // q, k, v, optional operands
                                   .RemainingRets()  // out, lse
                                   .Attrs());        // the options, and `operands`
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashBackwardCpu, jax_flash::BackwardCpu,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashBackwardCpu, jax_flash::kGuarded<jax_flash::BackwardCpu>,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .RemainingArgs()  // q, k, v, out, lse, dout, dlse, optional operands
                                   .RemainingRets()  // dq, dk, dv
                                   .Attrs());        // the options, and `operands`
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashBackwardBiasCpu, jax_flash::BackwardBiasCpu,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashBackwardBiasCpu, jax_flash::kGuarded<jax_flash::BackwardBiasCpu>,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .RemainingArgs()  // q, k, v, out, lse, dout, dlse, optional operands

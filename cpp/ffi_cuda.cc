@@ -19,14 +19,14 @@ ffi::Error status(const std::string& message) {
 ffi::Error forward(cudaStream_t stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets results,
                    ffi::Dictionary attributes) {
   ForwardParams params;
-  RETURN_IF_ERROR(jax_flash::ReadForward(args, results, attributes, /*with_workspace=*/true, &params));
+  RETURN_IF_ERROR(jax_flash::ReadForward(args, results, attributes, jax_flash::Platform::kCuda, &params));
   return status(jax_flash::cuda::run_forward(params, stream, device));
 }
 
 ffi::Error backward(cudaStream_t stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets results,
                     ffi::Dictionary attributes) {
   BackwardParams params;
-  RETURN_IF_ERROR(jax_flash::ReadBackward(args, results, attributes, /*with_workspace=*/true,
+  RETURN_IF_ERROR(jax_flash::ReadBackward(args, results, attributes, jax_flash::Platform::kCuda,
                                           /*is_of_bias=*/false, &params));
   return status(jax_flash::cuda::run_backward(params, stream, device));
 }
@@ -34,7 +34,7 @@ ffi::Error backward(cudaStream_t stream, int32_t device, ffi::RemainingArgs args
 ffi::Error backward_bias(cudaStream_t stream, int32_t device, ffi::RemainingArgs args,
                          ffi::RemainingRets results, ffi::Dictionary attributes) {
   BackwardParams params;
-  RETURN_IF_ERROR(jax_flash::ReadBackward(args, results, attributes, /*with_workspace=*/true,
+  RETURN_IF_ERROR(jax_flash::ReadBackward(args, results, attributes, jax_flash::Platform::kCuda,
                                           /*is_of_bias=*/true, &params));
   return status(jax_flash::cuda::run_backward_bias(params, stream, device));
 }
@@ -43,7 +43,7 @@ ffi::Error backward_bias(cudaStream_t stream, int32_t device, ffi::RemainingArgs
 
 // Operands and results: ffi_util.h. kCmdBufferCompatible lets XLA capture the call in a CUDA graph:
 // everything a launch depends on is in its parameters, and workspace comes as results.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashForwardCuda, forward,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashForwardCuda, jax_flash::kGuarded<forward>,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()
@@ -52,7 +52,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashForwardCuda, forward,
                                   .Attrs(),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashBackwardCuda, backward,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashBackwardCuda, jax_flash::kGuarded<backward>,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()
@@ -61,7 +61,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashBackwardCuda, backward,
                                   .Attrs(),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashBackwardBiasCuda, backward_bias,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashBackwardBiasCuda, jax_flash::kGuarded<backward_bias>,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()

@@ -7,7 +7,9 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <exception>
 #include <initializer_list>
+#include <new>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -25,6 +27,22 @@ namespace ffi = xla::ffi;
   do {                                                                            \
     if (::xla::ffi::Error error_ = (expression); error_.failure()) return error_; \
   } while (false)
+
+// An exception that left a handler would end the process: what `handler` throws becomes an error.
+template <auto handler>
+inline constexpr auto kGuarded = nullptr;
+template <typename... Args, ffi::Error (*handler)(Args...)>
+inline constexpr auto kGuarded<handler> = [](Args... args) -> ffi::Error {
+  try {
+    return handler(args...);
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jax_flash: the host has no memory left.");
+  } catch (const std::exception& exception) {
+    return ffi::Error::Internal(std::string("jax_flash: ") + exception.what());
+  } catch (...) {
+    return ffi::Error::Internal("jax_flash: an exception of an unknown type.");
+  }
+};
 
 using Dims = std::vector<int64_t>;
 
@@ -63,6 +81,23 @@ inline std::string ToString(ffi::DataType dtype) {
   }
 }
 
+// Of the dtypes that a call may have; 1 for bool and all others.
+inline int ElementBytes(ffi::DataType dtype) {
+  switch (dtype) {
+    case ffi::DataType::F16:
+    case ffi::DataType::BF16:
+      return 2;
+    case ffi::DataType::F32:
+    case ffi::DataType::S32:
+    case ffi::DataType::U32:
+      return 4;
+    case ffi::DataType::F64:
+      return 8;
+    default:
+      return 1;
+  }
+}
+
 inline Dims DimsOf(ffi::AnyBuffer buffer) {
   return Dims(buffer.dimensions().begin(), buffer.dimensions().end());
 }
@@ -93,17 +128,24 @@ inline std::optional<DType> ToDType(ffi::DataType dtype) {
   }
 }
 
+// Which kernels a call is for. Those of CUDA copy 16 bytes at once, and have results of their own, as
+// workspace.
+enum class Platform { kCpu, kCuda };
+
 // The arguments and results of one call, taken in order, each checked as it is taken.
 class CallReader {
  public:
-  CallReader(ffi::RemainingArgs args, ffi::RemainingRets results) : args_(args), results_(results) {}
+  CallReader(Platform platform, ffi::RemainingArgs args, ffi::RemainingRets results)
+      : platform_(platform), args_(args), results_(results) {}
+
+  bool is_for_cuda() const { return platform_ == Platform::kCuda; }
 
   ffi::Error NextArg(std::string_view name, ffi::AnyBuffer* buffer) {
     if (next_arg_ >= args_.size()) return Missing("argument", name);
     auto arg = args_.get<ffi::AnyBuffer>(next_arg_++);
     if (!arg.has_value()) return arg.error();
     *buffer = arg.value();
-    return ffi::Error::Success();
+    return CheckAlignment(name, *buffer);
   }
 
   template <typename T>
@@ -142,7 +184,7 @@ class CallReader {
     auto result = results_.get<ffi::AnyBuffer>(next_result_++);
     if (!result.has_value()) return result.error();
     *buffer = *result.value();
-    return ffi::Error::Success();
+    return CheckAlignment(name, *buffer);
   }
 
   template <typename T>
@@ -175,11 +217,23 @@ class CallReader {
     return buffer.untyped_data() ? buffer.untyped_data() : &nothing;
   }
 
+  ffi::Error CheckAlignment(std::string_view name, ffi::AnyBuffer buffer) const {
+    const int alignment = is_for_cuda() ? 16 : ElementBytes(buffer.element_type());
+    const auto sizes = buffer.dimensions();
+    const bool is_empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
+    if (is_empty || reinterpret_cast<uintptr_t>(buffer.untyped_data()) % alignment == 0) {
+      return ffi::Error::Success();
+    }
+    return ffi::Error::InvalidArgument("jax_flash: the memory of " + std::string(name) +
+                                       " must be aligned to " + std::to_string(alignment) + " bytes.");
+  }
+
   static ffi::Error Missing(const char* kind, std::string_view name) {
     return ffi::Error::InvalidArgument("jax_flash: the call has no " + std::string(kind) + " for " +
                                        std::string(name) + ".");
   }
 
+  Platform platform_;
   ffi::RemainingArgs args_;
   ffi::RemainingRets results_;
   size_t next_arg_ = 0;
@@ -310,13 +364,12 @@ inline bool Is16Bit(const AttentionParams& params) {
   return params.dtype == DType::kFloat16 || params.dtype == DType::kBFloat16;
 }
 
-// `with_workspace`, here and below: the call carries the results that only the CUDA kernels use.
-inline ffi::Error TakeVisibilityWorkspace(CallReader& call, bool with_workspace, bool with_bits_of_keys,
+inline ffi::Error TakeVisibilityWorkspace(CallReader& call, bool with_bits_of_keys,
                                           AttentionParams* call_params) {
   const AttentionParams& params = *call_params;
   VisibilityWorkspace* workspace = &call_params->visible;
   *workspace = {};
-  if (!with_workspace || !(params.mask || params.query_segment_ids)) return ffi::Error::Success();
+  if (!call.is_for_cuda() || !(params.mask || params.query_segment_ids)) return ffi::Error::Success();
   const auto blocks = [](int64_t size) { return (size + kVisibilityBlock - 1) / kVisibilityBlock; };
   const int64_t B = params.batch, N = params.mask && params.mask.head_stride ? params.num_heads : 1;
   const int64_t M = blocks(params.seqlen_q), U = blocks(params.seqlen_kv);
@@ -344,8 +397,8 @@ inline ffi::Error TakeVisibilityWorkspace(CallReader& call, bool with_workspace,
 }
 
 inline ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary attributes,
-                              bool with_workspace, ForwardParams* params) {
-  CallReader call(args, results);
+                              Platform platform, ForwardParams* params) {
+  CallReader call(platform, args, results);
   ffi::DataType dtype;
   std::string_view operands;
   RETURN_IF_ERROR(ReadOptions(attributes, &params->options));
@@ -356,10 +409,10 @@ inline ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets result
   RETURN_IF_ERROR(call.TakeResult("out", dtype, {B, T, N, params->head_dim_v}, &params->out));
   RETURN_IF_ERROR(call.TakeResult("lse", LseType(dtype), {B, T, N}, &params->lse));
   params->tile_counter = nullptr;
-  if (with_workspace && Is16Bit(*params)) {
+  if (call.is_for_cuda() && Is16Bit(*params)) {
     RETURN_IF_ERROR(call.TakeResult("tile_counter", ffi::DataType::S32, {1}, &params->tile_counter));
   }
-  RETURN_IF_ERROR(TakeVisibilityWorkspace(call, with_workspace, /*with_bits_of_keys=*/false, params));
+  RETURN_IF_ERROR(TakeVisibilityWorkspace(call, /*with_bits_of_keys=*/false, params));
   return call.CheckAllTaken();
 }
 
@@ -388,9 +441,9 @@ inline ffi::Error TakeBiasGradient(CallReader& call, ffi::DataType dtype, Backwa
 
 // `is_of_bias`: the pass that gives the gradient of the bias.
 inline ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets results,
-                               ffi::Dictionary attributes, bool with_workspace, bool is_of_bias,
+                               ffi::Dictionary attributes, Platform platform, bool is_of_bias,
                                BackwardParams* params) {
-  CallReader call(args, results);
+  CallReader call(platform, args, results);
   ffi::DataType dtype;
   std::string_view operands;
   RETURN_IF_ERROR(ReadOptions(attributes, &params->options));
@@ -417,7 +470,7 @@ inline ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets resul
     RETURN_IF_ERROR(call.TakeResult("dv", dtype, {B, S, K, Hv}, &params->dv));
   }
   params->delta = params->lse_log2 = params->dq_accum = nullptr;
-  if (with_workspace) {
+  if (call.is_for_cuda()) {
     const int64_t stats_rows = (T + kStatsRows - 1) / kStatsRows * kStatsRows;
     RETURN_IF_ERROR(call.TakeResult("delta", f32, {B, N, stats_rows}, &params->delta));
     RETURN_IF_ERROR(call.TakeResult("lse_log2", f32, {B, N, stats_rows}, &params->lse_log2));
@@ -425,7 +478,7 @@ inline ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets resul
       RETURN_IF_ERROR(call.TakeResult("dq_accum", f32, {B, (T + 15) / 16 * 16, N, H}, &params->dq_accum));
     }
   }
-  RETURN_IF_ERROR(TakeVisibilityWorkspace(call, with_workspace, /*with_bits_of_keys=*/!is_of_bias, params));
+  RETURN_IF_ERROR(TakeVisibilityWorkspace(call, /*with_bits_of_keys=*/!is_of_bias, params));
   return call.CheckAllTaken();
 }
 

@@ -57,10 +57,7 @@ struct PairOptions {
 
   explicit PairOptions(const AttentionParams& params) {
     const PairArray& bias = params.bias;
-    auto by = [&](int count) {
-      return bias.key_stride == 1 && params.seqlen_kv % count == 0 &&
-             reinterpret_cast<uintptr_t>(bias.data) % (2 * count) == 0;
-    };
+    auto by = [&](int count) { return bias.key_stride == 1 && params.seqlen_kv % count == 0; };
     is_half = bias.dtype == DType::kFloat16;
     bias_format = !bias                           ? BiasFormat::kNone
                   : bias.dtype == DType::kFloat32 ? BiasFormat::kOneOf32Bits

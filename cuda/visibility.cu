@@ -65,8 +65,7 @@ __global__ void __launch_bounds__(256) visibility_kernel(const __grid_constant__
     const PairArray& mask = params.mask;
     const uint8_t* from = static_cast<const uint8_t*>(mask.data) + batch * mask.batch_stride +
                           head * mask.head_stride + m_start * mask.row_stride + n_start * mask.key_stride;
-    const bool by_sixteen =
-        mask.key_stride == 1 && (reinterpret_cast<uintptr_t>(from) | seqlen_kv | mask.row_stride) % 16 == 0;
+    const bool by_sixteen = mask.key_stride == 1 && seqlen_kv % 16 == 0;
     const int first_key = lane % 4 * 16;
     uint32_t bits[kBlock / 8];
 #pragma unroll

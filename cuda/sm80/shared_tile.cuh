@@ -53,12 +53,9 @@ struct HeadRows {
 
 template <class Element>
 HeadRows head_rows(const void* data, int64_t heads, int64_t head_dim) {
-  const uint64_t alignment =
-      reinterpret_cast<uint64_t>(data) | (static_cast<uint64_t>(head_dim) * sizeof(Element));
-  return {data, heads * head_dim, static_cast<int>(head_dim),
-          alignment % 16 == 0  ? 16
-          : alignment % 4 == 0 ? 4
-                               : 2};
+  const int64_t bytes = head_dim * int64_t{sizeof(Element)};
+  const int copy_bytes = bytes % 16 == 0 ? 16 : bytes % 4 == 0 ? 4 : 2;
+  return {data, heads * head_dim, static_cast<int>(head_dim), copy_bytes};
 }
 
 // Copies tiles of rows of one head, by all kThreads threads. What a thread knows of a tile's place is one
