@@ -47,6 +47,17 @@ def functions() -> dict[str, list[tuple[int, str]]]:
     }
 
 
+def test_newest_ptx_is_embedded():
+    """Cards newer than all machine code compile PTX: with what the newest architecture can do, not the oldest."""
+    command = [disassembler(), "--list-ptx", str(LIBRARY)]
+    files = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    embedded = {int(capability) for capability in re.findall(r"\.sm_(\d+)\.ptx", files)}
+    built = [int(re.match(r"\d+", arch)[0]) for arch in jax_flash.build_info()["archs"].split(";")]
+    assert max(built) in embedded
+    if built == [80, 90]:  # which leave no card out in between
+        assert embedded == {90}
+
+
 def is_product(text: str) -> bool:
     return "HGMMA" in text
 
