@@ -41,6 +41,12 @@ ffi::Error backward_bias(cudaStream_t stream, int32_t device, ffi::RemainingArgs
 
 }  // namespace
 
+// For tests; see dispatch.h.
+extern "C" void JaxFlashSetTestSettings(const char* kernels, const char* tile,
+                                        const char* shared_memory_per_block) {
+  jax_flash::cuda::set_test_settings(kernels, tile, shared_memory_per_block);
+}
+
 // Operands and results: ffi_util.h. kCmdBufferCompatible lets XLA capture the call in a CUDA graph:
 // everything a launch depends on is in its parameters, and workspace comes as results.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashForwardCuda, jax_flash::kGuarded<forward>,

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <mutex>
+#include <string>
 #include <string_view>
 
 #include "arithmetic.h"
@@ -75,21 +77,36 @@ std::string describe(cudaError_t error) {
                               : std::string("jax_flash: CUDA reported: ") + cudaGetErrorString(error) + ".";
 }
 
-// An environment variable that tests set, to run here what runs elsewhere.
-std::string_view test_setting(const char* name) {
-  const char* value = std::getenv(name);
-  return value ? value : "";
-}
+// What tests set; empty where they do not. The environment is read once, when the library is loaded: reading
+// it in a call would race with whoever changes it meanwhile.
+struct TestSettings {
+  std::string kernels, tile, shared_memory_per_block;
+};
+
+const TestSettings kEnvironment = [] {
+  const auto read = [](const char* name) -> std::string {
+    const char* value = std::getenv(name);
+    return value ? value : "";
+  };
+  return TestSettings{read("JAX_FLASH_KERNELS"), read("JAX_FLASH_TILE"),
+                      read("JAX_FLASH_SHARED_MEMORY_PER_BLOCK")};
+}();
+std::mutex settings_mutex;
+TestSettings settings = kEnvironment;  // guarded by settings_mutex
+
+struct Context : LaunchContext {
+  std::string only_arch;  // of which kernels are chosen, in tests; empty: all
+};
 
 // The first kernel of the list that does what is asked, on this card.
-std::string run_kernel(Direction direction, const AttentionParams& params, const LaunchContext& context) {
+std::string run_kernel(Direction direction, const AttentionParams& params, const Context& context) {
   const int64_t head_dim = std::max(params.head_dim, params.head_dim_v);
-  const std::string_view only_arch = test_setting("JAX_FLASH_KERNELS");
   int64_t largest = 0;
   for (const Kernel& kernel : kKernels) {
     if (kernel.direction != direction || kernel.arithmetic != arithmetic_of(params)) continue;
     largest = std::max(largest, kernel.head_dim);
-    if (head_dim > kernel.head_dim || (!only_arch.empty() && kernel.arch != only_arch)) continue;
+    if (head_dim > kernel.head_dim || (!context.only_arch.empty() && kernel.arch != context.only_arch))
+      continue;
     const Status status = kernel.run(params, context);
     if (status.is_served()) return describe(status.error());
   }
@@ -120,8 +137,7 @@ class DeviceGuard {
   int previous_ = 0, current_ = 0;
 };
 
-std::string make_context(const AttentionParams& params, cudaStream_t stream, int device,
-                         LaunchContext* context) {
+std::string make_context(const AttentionParams& params, cudaStream_t stream, int device, Context* context) {
   if (params.dtype == DType::kFloat64 || (params.bias && params.bias.dtype == DType::kFloat64))
     return "jax_flash: float64 has no CUDA kernel.";
   context->stream = stream;
@@ -136,11 +152,12 @@ std::string make_context(const AttentionParams& params, cudaStream_t stream, int
   context->multiprocessors = read(cudaDevAttrMultiProcessorCount);
   context->shared_memory_per_sm = read(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   context->shared_memory_per_block = read(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  if (const std::string_view limit = test_setting("JAX_FLASH_SHARED_MEMORY_PER_BLOCK"); !limit.empty()) {
-    context->shared_memory_per_block = std::min(context->shared_memory_per_block, std::atoi(limit.data()));
+  const std::lock_guard lock(settings_mutex);
+  if (const std::string& limit = settings.shared_memory_per_block; !limit.empty()) {
+    context->shared_memory_per_block = std::min(context->shared_memory_per_block, std::atoi(limit.c_str()));
   }
-  const std::string_view tile = test_setting("JAX_FLASH_TILE");
-  context->forced_tile = tile == "long" ? 1 : tile == "short" ? 0 : -1;
+  context->only_arch = settings.kernels;
+  context->forced_tile = settings.tile == "long" ? 1 : settings.tile == "short" ? 0 : -1;
   return describe(error);
 }
 
@@ -148,7 +165,7 @@ std::string make_context(const AttentionParams& params, cudaStream_t stream, int
 
 std::string run_forward(const ForwardParams& params, cudaStream_t stream, int device) {
   const DeviceGuard guard(device);
-  LaunchContext context;
+  Context context;
   if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
   if (const Status status = launch_visibility(params, context); status.failed())
     return describe(status.error());
@@ -157,7 +174,7 @@ std::string run_forward(const ForwardParams& params, cudaStream_t stream, int de
 
 std::string run_backward(const BackwardParams& params, cudaStream_t stream, int device) {
   const DeviceGuard guard(device);
-  LaunchContext context;
+  Context context;
   if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
   if (const Status status = launch_visibility(params, context); status.failed())
     return describe(status.error());
@@ -168,11 +185,20 @@ std::string run_backward(const BackwardParams& params, cudaStream_t stream, int 
 
 std::string run_backward_bias(const BackwardParams& params, cudaStream_t stream, int device) {
   const DeviceGuard guard(device);
-  LaunchContext context;
+  Context context;
   if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
   if (const Status status = launch_visibility(params, context); status.failed())
     return describe(status.error());
   return run_kernel(Direction::backward_bias, params, context);
+}
+
+void set_test_settings(const char* kernels, const char* tile, const char* shared_memory_per_block) {
+  const auto or_environment = [](const char* value, const std::string& environment) {
+    return value ? value : environment;
+  };
+  const std::lock_guard lock(settings_mutex);
+  settings = {or_environment(kernels, kEnvironment.kernels), or_environment(tile, kEnvironment.tile),
+              or_environment(shared_memory_per_block, kEnvironment.shared_memory_per_block)};
 }
 
 std::vector<std::string> kernel_names() {

@@ -16,6 +16,11 @@ std::string run_forward(const ForwardParams& params, cudaStream_t stream, int de
 std::string run_backward(const BackwardParams& params, cudaStream_t stream, int device);
 std::string run_backward_bias(const BackwardParams& params, cudaStream_t stream, int device);
 
+// For tests, to run here what runs elsewhere: sets what the environment variables JAX_FLASH_KERNELS,
+// JAX_FLASH_TILE and JAX_FLASH_SHARED_MEMORY_PER_BLOCK said when the library was loaded, which a null pointer
+// takes back.
+void set_test_settings(const char* kernels, const char* tile, const char* shared_memory_per_block);
+
 // "forward sm80 bfloat16 128", ...: one line a compiled kernel.
 std::vector<std::string> kernel_names();
 

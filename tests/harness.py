@@ -1,8 +1,11 @@
 """What runs a row of the table and holds it against the exact result."""
 
+import contextlib
+import ctypes
 import functools
 import importlib.metadata
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -95,6 +98,25 @@ def run_with_operands(case: Case, dtype: str, **more: Any) -> tuple[oracle.Resul
     with x64(dtype):
         results = forward_and_backward(*case.inputs(DTYPES[dtype]), case.operands(DTYPES[dtype]))
         return jax.tree.map(np.asarray, results)
+
+
+@contextlib.contextmanager
+def cuda_settings(
+    *, kernels: str | None = None, tile: str | None = None, shared_memory_per_block: str | None = None
+) -> Iterator[None]:
+    """A context in which other CUDA kernels run, as with the environment variables of docs/testing.md.
+
+    Those count only when the library is loaded. What is None, and all after the context, is as they said.
+    """
+    settings = (kernels, tile, shared_memory_per_block)
+    set_settings = jax_flash._library._dll.JaxFlashSetTestSettings
+    set_settings.argtypes = [ctypes.c_char_p] * len(settings)
+    set_settings.restype = None
+    set_settings(*(setting if setting is None else setting.encode() for setting in settings))
+    try:
+        yield
+    finally:
+        set_settings(None, None, None)
 
 
 def x64(dtype: str):
