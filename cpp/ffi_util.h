@@ -439,6 +439,18 @@ inline ffi::Error TakeBiasGradient(CallReader& call, ffi::DataType dtype, Backwa
   return ffi::Error::Success();
 }
 
+// Room for the sums of dq, or none.
+inline ffi::Error TakeDqAccum(CallReader& call, BackwardParams* params) {
+  ffi::AnyBuffer buffer(CallReader::nullptr_buffer());
+  RETURN_IF_ERROR(call.NextResult("dq_accum", &buffer));
+  const auto [B, T, N, H] = std::array{params->batch, params->seqlen_q, params->num_heads, params->head_dim};
+  const Dims none = {B, 0, N, H}, all = {B, (T + 15) / 16 * 16, N, H};
+  params->leaves_dq = DimsOf(buffer) == none;
+  RETURN_IF_ERROR(CheckBuffer("dq_accum", buffer, ffi::DataType::F32, params->leaves_dq ? none : all));
+  if (!params->leaves_dq) params->dq_accum = static_cast<float*>(buffer.untyped_data());
+  return ffi::Error::Success();
+}
+
 // `is_of_bias`: the pass that gives the gradient of the bias.
 inline ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets results,
                                ffi::Dictionary attributes, Platform platform, bool is_of_bias,
@@ -470,12 +482,13 @@ inline ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets resul
     RETURN_IF_ERROR(call.TakeResult("dv", dtype, {B, S, K, Hv}, &params->dv));
   }
   params->delta = params->lse_log2 = params->dq_accum = nullptr;
+  params->leaves_dq = params->options.deterministic;
   if (call.is_for_cuda()) {
     const int64_t stats_rows = (T + kStatsRows - 1) / kStatsRows * kStatsRows;
     RETURN_IF_ERROR(call.TakeResult("delta", f32, {B, N, stats_rows}, &params->delta));
     RETURN_IF_ERROR(call.TakeResult("lse_log2", f32, {B, N, stats_rows}, &params->lse_log2));
     if (!is_of_bias && Is16Bit(*params) && !params->options.deterministic) {
-      RETURN_IF_ERROR(call.TakeResult("dq_accum", f32, {B, (T + 15) / 16 * 16, N, H}, &params->dq_accum));
+      RETURN_IF_ERROR(TakeDqAccum(call, params));
     }
   }
   RETURN_IF_ERROR(TakeVisibilityWorkspace(call, /*with_bits_of_keys=*/!is_of_bias, params));

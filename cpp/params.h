@@ -102,8 +102,12 @@ struct BackwardParams : AttentionParams {
   // Workspace of the CUDA kernels.
   float* delta;     // [B, N, T rounded up to kStatsRows]: rowsum(dout * out) - dlse
   float* lse_log2;  // the same: lse * log2(e), made safe for exp2
-  float* dq_accum;  // [B, T', N, H], T' = T rounded up to 16: room for dq's sums, in the order that suits the
-                    // kernel; null where dq is written directly
+  float* dq_accum;  // [B, T', N, H], T' = T rounded up to 16: room for 16-bit dq's sums, in the order that
+                    // suits the kernel; null where there is none
+
+  // Is dq left to a kernel of its own, which needs no sums in memory? When deterministic, and where there is
+  // no room for them.
+  bool leaves_dq;
 };
 
 }  // namespace jax_flash

@@ -180,7 +180,7 @@ std::string run_backward(const BackwardParams& params, cudaStream_t stream, int 
     return describe(status.error());
   if (std::string message = run_kernel(Direction::backward, params, context); !message.empty())
     return message;
-  return params.options.deterministic ? run_kernel(Direction::backward_dq, params, context) : "";
+  return params.leaves_dq ? run_kernel(Direction::backward_dq, params, context) : "";
 }
 
 std::string run_backward_bias(const BackwardParams& params, cudaStream_t stream, int device) {

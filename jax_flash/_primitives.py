@@ -22,7 +22,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import _partitioning, _support
+from . import _ffi, _partitioning, _support
 from ._operands import OPERANDS
 from ._options import AttentionOptions
 
@@ -338,10 +338,8 @@ def _workspace(call: _Pass, avals, *, operands: tuple[str, ...], options: Attent
         yield rows, jnp.float32  # delta
         yield rows, jnp.float32  # lse in base 2
     if call is _BACKWARD and q.dtype.itemsize == 2 and not options.deterministic:
-        yield (
-            (batch, -(-seqlen_q // 16) * 16, num_heads, head_dim),
-            jnp.float32,
-        )  # dq, summed in blocks of rows
+        rows = -(-seqlen_q // 16) * 16 if _sums_dq(q, named["v"]) else 0
+        yield (batch, rows, num_heads, head_dim), jnp.float32  # dq, summed in blocks of rows
     if "mask" in named or "query_segment_ids" in named:
         # Which blocks of 64 rows and keys are visible, and a list of them for each row and each column of blocks.
         heads = named["mask"].shape[-3] if "mask" in named else 1
@@ -354,6 +352,21 @@ def _workspace(call: _Pass, avals, *, operands: tuple[str, ...], options: Attent
         yield (*outer, rows, 2 * -(-keys // 64)), jnp.uint32
         if call is _BACKWARD:
             yield (*outer, keys, 2 * -(-rows // 64)), jnp.uint32
+
+
+def _sums_dq(q, v) -> bool:
+    """Does the backward kernel sum 16-bit dq in memory? Those of Hopper above head dim 128 leave it to another kernel.
+
+    So do all others without that memory, more slowly: where the program runs on other GPUs than it was lowered for.
+    """
+    gpus = _ffi.local_gpus()
+    is_hopper = gpus and all(gpu.compute_capability == "9.0" for gpu in gpus)
+    head_dims = q.shape[-1], v.shape[-1]
+    if not is_hopper or any(head_dim % 8 for head_dim in head_dims):
+        return True
+    names = (name.split() for name in _ffi.build_info()["kernels"])
+    compiled = [int(size) for *kind, size in names if kind == ["backward", "sm90", q.dtype.name]]
+    return min((size for size in compiled if size >= max(head_dims)), default=0) <= 128
 
 
 def _lower_ffi(call: _Pass, ctx, args, workspace, *, operands: tuple[str, ...], options: AttentionOptions):

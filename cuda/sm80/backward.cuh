@@ -5,8 +5,9 @@
 // registers; it walks the blocks of queries that may see them, in every query head of the group, recomputes
 // the probabilities from lse and adds
 //   dv += p^T dout        ds = p * (dout v^T - delta)        dk += ds^T q        dq += ds k
-// dq, which other blocks share, goes to dq_accum by atomic float32 additions; when deterministic that product
-// is left to backward_dq.cuh. One head dim serves q, k and v: the smaller one's columns are zeros.
+// dq, which other blocks share, goes to dq_accum by atomic float32 additions; when deterministic, and where
+// there is no dq_accum, that product is left to backward_dq.cuh. One head dim serves q, k and v: the smaller
+// one's columns are zeros.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +37,7 @@ struct BackwardArguments {
   LogitScale logit;
   PairOptions pairs;
   HeadRows q, k, v, dout;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv], [B * T, N, Hv]
-  float* dq_accum;         // [B, T, N, H]; null when deterministic
+  float* dq_accum;         // [B, T, N, H]; null where dq is left to another kernel
   int stages;  // buffers for queries and dout: 2, or 1 where a second would keep a second block off the
                // processor
 };
@@ -362,9 +363,9 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
   using Config = BackwardConfig<Arithmetic, kHeadDim, kCompact>;
   using Element = typename Config::Element;
   // float32 gradients are summed where they are wanted.
-  float* dq_accum = params.options.deterministic ? nullptr
-                    : kIs16Bit<Arithmetic>       ? params.dq_accum
-                                                 : static_cast<float*>(params.dq);
+  float* dq_accum = params.leaves_dq       ? nullptr
+                    : kIs16Bit<Arithmetic> ? params.dq_accum
+                                           : static_cast<float*>(params.dq);
   auto blocks_per_sm = [&](int stages) {
     const int bytes = Config::shared_bytes(stages);
     if (bytes > context.shared_memory_per_block) return 0;

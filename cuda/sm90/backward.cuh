@@ -790,7 +790,7 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
 template <class Arithmetic, int kHeadDim>
 Status backward_dq(const BackwardParams& params, const LaunchContext& context);
 
-// When deterministic, dq is left to the caller.
+// Where params.leaves_dq, dq is left to the caller.
 template <class Arithmetic, int kHeadDim>
 Status backward(const BackwardParams& params, const LaunchContext& context) {
   using Element = typename Arithmetic::Element;
@@ -802,7 +802,7 @@ Status backward(const BackwardParams& params, const LaunchContext& context) {
   };
   Status status;
   if constexpr (!backward_is_split(kHeadDim)) {
-    if (!params.options.deterministic) {
+    if (!params.leaves_dq) {
       status = launch_delta<Element>(params, params.dq_accum, DqFragments::size(params), context);
       if (!status.failed()) status = launch_form.template operator()<true>();
       return status.failed() ? status : launch_convert_fragments<Element>(params, context);
@@ -810,7 +810,7 @@ Status backward(const BackwardParams& params, const LaunchContext& context) {
   }
   status = launch_delta<Element>(params, nullptr, 0, context);
   if (!status.failed()) status = launch_form.template operator()<false>();
-  if (status.failed() || params.options.deterministic) return status;
+  if (status.failed() || params.leaves_dq) return status;
   return backward_dq<Arithmetic, kHeadDim>(params, context);
 }
 

@@ -1,0 +1,80 @@
+"""Which CUDA kernels run, what tests set to choose others, and the memory that they are given."""
+
+import os
+import subprocess
+import sys
+import types
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CASES
+
+import jax_flash
+from jax_flash import _ffi, _primitives
+
+REFUSAL = "no CUDA kernel of this build for this head_dim"
+SCRIPT = "import jax.numpy as jnp, jax_flash; x = jnp.ones((1, 8, 1, 8)); print(jax_flash.flash_attention(x, x, x))"
+
+
+def attend() -> jax.Array:
+    x = jnp.ones((1, 8, 1, 8))
+    return jax.block_until_ready(jax_flash.flash_attention(x, x, x))
+
+
+def test_settings_of_a_running_process(cuda, monkeypatch):
+    monkeypatch.setenv("JAX_FLASH_KERNELS", "none")  # too late
+    np.testing.assert_array_equal(attend(), 1.0)
+    with harness.cuda_settings(kernels="none"), pytest.raises(jax.errors.JaxRuntimeError, match=REFUSAL):
+        attend()
+    np.testing.assert_array_equal(attend(), 1.0)
+
+
+def test_environment_of_a_new_process(cuda):
+    environment = os.environ | {"JAX_FLASH_KERNELS": "none"}
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment)
+    assert run.returncode != 0
+    assert REFUSAL in run.stderr
+
+
+def set_local_gpus(monkeypatch, *capabilities: str) -> None:
+    gpus = [types.SimpleNamespace(device_kind="a GPU", compute_capability=x) for x in capabilities]
+    monkeypatch.setattr(_ffi, "local_gpus", lambda: gpus)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "head_dim", "head_dim_v", "dtype", "sums"),
+    [
+        (["9.0"], 256, 256, "bfloat16", False),
+        (["9.0", "9.0"], 136, 64, "float16", False),
+        (["9.0"], 64, 136, "bfloat16", False),
+        (["9.0"], 128, 128, "bfloat16", True),  # one kernel for all gradients
+        (["9.0"], 132, 256, "bfloat16", True),  # not for Hopper's kernels
+        (["9.0"], 256, 132, "bfloat16", True),
+        (["9.0"], 256, 256, "float32", True),  # no such kernel
+        (["9.0", "8.0"], 256, 256, "bfloat16", True),  # nobody knows which one it is for
+        (["10.0"], 256, 256, "bfloat16", True),
+        ([], 256, 256, "bfloat16", True),
+    ],
+)
+def test_room_for_sums_of_dq(capabilities, head_dim, head_dim_v, dtype, sums, monkeypatch):
+    """There is none where Hopper's kernels, which leave dq to another one, are sure to be taken."""
+    set_local_gpus(monkeypatch, *capabilities)
+    kernels = [f"backward sm90 {x} {size}" for x in ("bfloat16", "float16") for size in (64, 128, 256)]
+    kernels += ["forward sm90 bfloat16 256", "backward sm80 float32 256", "backward_dq sm90 bfloat16 256"]
+    monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
+    q, v = (jax.core.ShapedArray((2, 100, 4, size), jnp.dtype(dtype)) for size in (head_dim, head_dim_v))
+    assert _primitives._sums_dq(q, v) == sums
+
+
+@pytest.mark.parametrize("kernels", ["all", "sm80"])
+@pytest.mark.parametrize("capabilities", [["9.0"], []], ids=["without room", "with room"])
+@pytest.mark.parametrize("name", ["head dim 256", "tiles, mask, head dim 256"])
+def test_gradients_with_and_without_room_for_sums_of_dq(name, capabilities, kernels, cuda, monkeypatch):
+    """Whatever a program was lowered for, its gradients are right."""
+    set_local_gpus(monkeypatch, *capabilities)
+    case = next(case for case in CASES if case.name == name)
+    with harness.cuda_settings(kernels="" if kernels == "all" else kernels):
+        harness.check(harness.run(case, "bfloat16"), case, "bfloat16", "bfloat16")
