@@ -364,6 +364,12 @@ inline bool Is16Bit(const AttentionParams& params) {
   return params.dtype == DType::kFloat16 || params.dtype == DType::kBFloat16;
 }
 
+inline ffi::Error TakeTileCounter(CallReader& call, AttentionParams* params) {
+  params->tile_counter = nullptr;
+  if (!call.is_for_cuda() || !Is16Bit(*params)) return ffi::Error::Success();
+  return call.TakeResult("tile_counter", ffi::DataType::S32, {1}, &params->tile_counter);
+}
+
 inline ffi::Error TakeVisibilityWorkspace(CallReader& call, bool with_bits_of_keys,
                                           AttentionParams* call_params) {
   const AttentionParams& params = *call_params;
@@ -408,10 +414,7 @@ inline ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets result
   const auto [B, T, N] = std::array{params->batch, params->seqlen_q, params->num_heads};
   RETURN_IF_ERROR(call.TakeResult("out", dtype, {B, T, N, params->head_dim_v}, &params->out));
   RETURN_IF_ERROR(call.TakeResult("lse", LseType(dtype), {B, T, N}, &params->lse));
-  params->tile_counter = nullptr;
-  if (call.is_for_cuda() && Is16Bit(*params)) {
-    RETURN_IF_ERROR(call.TakeResult("tile_counter", ffi::DataType::S32, {1}, &params->tile_counter));
-  }
+  RETURN_IF_ERROR(TakeTileCounter(call, params));
   RETURN_IF_ERROR(TakeVisibilityWorkspace(call, /*with_bits_of_keys=*/false, params));
   return call.CheckAllTaken();
 }
@@ -481,6 +484,7 @@ inline ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets resul
     RETURN_IF_ERROR(call.TakeResult("dk", dtype, {B, S, K, H}, &params->dk));
     RETURN_IF_ERROR(call.TakeResult("dv", dtype, {B, S, K, Hv}, &params->dv));
   }
+  RETURN_IF_ERROR(TakeTileCounter(call, params));
   params->delta = params->lse_log2 = params->dq_accum = nullptr;
   params->leaves_dq = params->options.deterministic;
   if (call.is_for_cuda()) {

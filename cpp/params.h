@@ -68,15 +68,14 @@ struct AttentionParams {
 #include "operands.def"
 #undef OPERAND
 
+  // Workspace of the CUDA kernels.
   VisibilityWorkspace visible;
+  int32_t* tile_counter;  // [1], for 16-bit dtypes; null: there is none
 };
 
 struct ForwardParams : AttentionParams {
   void* out;  // [B, T, N, Hv]
   void* lse;  // [B, T, N], float32 (float64 for float64), natural log; -inf for a row that sees no key
-
-  // Workspace of the CUDA kernels.
-  int32_t* tile_counter;  // [1]; null: there is none
 };
 
 // Statistics of queries have T rounded up to this many rows: whole blocks of every CUDA kernel.

@@ -51,8 +51,8 @@ __device__ __forceinline__ float dot(const Element* a, const Element* b, int len
 }
 
 // delta = rowsum(dout * out) - dlse and lse * log2(e), one warp a row; clears `to_clear`, `share` floats a
-// warp. A row that sees no key, or lies beyond the end, gets lse_log2 = +inf, so that its probabilities
-// exp2(x - inf) are 0, and delta = 0.
+// warp, and the counter of tiles. A row that sees no key, or lies beyond the end, gets lse_log2 = +inf, so
+// that its probabilities exp2(x - inf) are 0, and delta = 0.
 //
 // Index counts rows: 32 bits where they suffice, since three divisions in 64 take longer than reading the
 // row.
@@ -68,6 +68,7 @@ __global__ void __launch_bounds__(256)
   const Index token = row / num_heads, batch = token / length;
   const Index head = row - token * num_heads, position = token - batch * length;
 
+  if (row == 0 && lane == 0 && params.tile_counter) *params.tile_counter = 0;
   const int64_t first = static_cast<int64_t>(row) * share;
   const int end = static_cast<int>(min(int64_t{share}, count - first));
   for (int i = lane; i < end; i += 32) to_clear[first + i] = 0;

@@ -331,7 +331,7 @@ def _workspace(call: _Pass, avals, *, operands: tuple[str, ...], options: Attent
     q, k = named["q"], named["k"]
     batch, seqlen_q, num_heads, head_dim = _fold(q, "q").shape
     seqlen_kv = k.shape[-3]
-    if call is _FORWARD and q.dtype.itemsize == 2:
+    if q.dtype.itemsize == 2:
         yield (1,), jnp.int32  # counts tiles
     if call is not _FORWARD:
         rows = (batch, num_heads, -(-seqlen_q // 128) * 128)

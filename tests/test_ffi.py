@@ -235,6 +235,30 @@ def test_workspace_of_16_bits(cuda):
     assert_alive(cuda)
 
 
+@pytest.mark.parametrize("rows", [16, 0, 4])
+def test_room_for_sums_of_dq_is_for_all_or_none(rows, cuda):
+    tensors = {name: (SHAPES[name], BF16) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")}
+    counter, sums = ((1,), I32), ((2, rows, 6, 8), F32)
+    types = [tensors[name] for name in BACKWARD[1]]
+    types += [counter, (SHAPES["delta"], F32), (SHAPES["lse_log2"], F32), sums]
+    args = [jnp.zeros(*(tensors | {"lse": (SHAPES["lse"], F32)})[name]) for name in BACKWARD[0]]
+    f = jax.ffi.ffi_call("jax_flash_backward", [jax.ShapeDtypeStruct(*x) for x in types])
+
+    def run():
+        attributes = OPTIONS | dict(deterministic=np.bool_(False))
+        return jax.block_until_ready(jax.jit(lambda *args: f(*args, **attributes))(*args))
+
+    if rows == 4:
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match=r"dq_accum must be float32 of shape \[2, 16, 6, 8\]"
+        ):
+            run()
+    else:
+        for x in run()[:3]:
+            np.testing.assert_array_equal(x.astype(F32), 0.0)
+    assert_alive(cuda)
+
+
 @pytest.mark.parametrize("target", ["jax_flash_forward", "jax_flash_backward", "jax_flash_backward_bias"])
 def test_more_than_the_cuda_kernels_do(target, cuda):
     tensors = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")

@@ -90,6 +90,12 @@ __device__ __forceinline__ void store_shared_x4(uint32_t shared, const float (&r
                : "memory");
 }
 
+__device__ __forceinline__ uint32_t load_shared(uint32_t shared) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(shared) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void store_shared(uint32_t shared, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
 }

@@ -20,6 +20,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "accumulator.cuh"
 #include "arithmetic.h"
@@ -33,6 +34,7 @@
 #include "ptx/tensor_copy.h"
 #include "ptx/wgmma.h"
 #include "sm90/dq_fragments.cuh"
+#include "sm90/item_ring.cuh"
 #include "sm90/output.cuh"
 #include "sm90/product.cuh"
 #include "sm90/ring.cuh"
@@ -48,18 +50,19 @@ using backward_params = BackwardParams;
 
 namespace jax_flash::cuda::sm90 {
 
-// The tiles in the order in which thread blocks take them: each takes every gridDim.x-th item, which is a
-// tile, or the first and the last, the second and the last but one tile of a head: when causal, such pairs
-// are all equally long. Where items are equal, blocks stay on their multiprocessors, and an item's rows load
-// while the one before ends; where they are not, there are as many blocks as items, and the hardware starts
-// one where one ends: then causal tiles come longest first, the first one of every head of a section, the
-// second one, ... (a head after the other would have the last head's long tiles end alone: up to 1.5 times as
-// long). Queries, dout and dq of a section fit in L2 together.
+// The tiles in the order in which thread blocks take them. An item is a tile, or the first and the last, the
+// second and the last but one tile of a head: when causal, such pairs are all equally long. Where items are
+// equal, blocks stay on their multiprocessors, and an item's rows load while the one before ends; where they
+// are not, there are as many blocks as items, and the hardware starts one where one ends: then causal tiles
+// come longest first, the first one of every head of a section, the second one, ... (a head after the other
+// would have the last head's long tiles end alone: up to 1.5 times as long). Queries, dout and dq of a
+// section fit in L2 together.
 struct BackwardSchedule {
   int n_blocks;  // of one head
   int items;     // of one head: n_blocks, or half as many
   int num_kv_heads;
   int num_items;      // of all heads
+  int* counter;       // of items handed out; null: there are as many blocks as items
   int num_blocks;     // the grid
   int section_heads;  // key heads of one section but the last; 1: a head after the other
 
@@ -75,7 +78,8 @@ struct BackwardSchedule {
         is_triangle(params) && !has_many && pairs * heads * 100 >= rounds * multiprocessors * 85;
     items = by_pairs ? static_cast<int>(pairs) : n_blocks;
     num_items = static_cast<int>(items * heads);
-    num_blocks = by_pairs || is_full(params) ? std::min(num_items, multiprocessors) : num_items;
+    counter = (by_pairs || is_full(params)) && num_items > multiprocessors ? params.tile_counter : nullptr;
+    num_blocks = counter ? multiprocessors : num_items;
     // Few tiles must end together before anything else.
     constexpr int64_t kSectionBytes = 18 << 20;  // of 50 MB of L2: 34 MB took 2 % longer with grouped heads
     // Of a query head: the tiles of a group's key head go through its query heads in step.
@@ -144,7 +148,7 @@ struct BackwardConfig {
                        kDelta = kLse + kStages * kBlockM * 4;
   static constexpr int kBarriers = kDelta + kStages * kBlockM * 4,
                        kNumBarriers = 4 * kStages + 3 * kKvStages + 2;
-  static constexpr int kSharedBytes = kBarriers + 8 * kNumBarriers;
+  static constexpr int kItems = kBarriers + 8 * kNumBarriers, kSharedBytes = kItems + ItemRing::kBytes;
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
@@ -189,6 +193,7 @@ struct BackwardShared {
   __device__ uint32_t v_full(int stage) const { return kv_barrier(1, stage); }
   __device__ uint32_t kv_empty(int stage) const { return kv_barrier(2, stage); }
   __device__ uint32_t tail(int warp) const { return kv_barrier(3, warp); }
+  __device__ ItemRing items() const { return {base + Config::kItems}; }
 
  private:
   __device__ uint32_t barrier(int index) const { return base + Config::kBarriers + 8 * index; }
@@ -240,11 +245,10 @@ struct BackwardTileWork {
   }
 };
 
-template <class Config, class F>
+template <class Config, bool kDraws, class F>
 __device__ __forceinline__ void for_each_tile(const BackwardSchedule& schedule, const BackwardParams& params,
-                                              F f) {
-#pragma unroll 1
-  for (int index = blockIdx.x; index < schedule.num_items; index += gridDim.x) {
+                                              const ItemRing& ring, F f) {
+  for_each_item<kDraws>(ring, schedule.counter, schedule.num_items, [&](int index) {
     const int section_items = schedule.section_heads * schedule.items;
     const int section = static_cast<unsigned>(index) / section_items,
               in_section = index - section * section_items;
@@ -259,7 +263,7 @@ __device__ __forceinline__ void for_each_tile(const BackwardSchedule& schedule, 
     for (int i = 0; i < (is_pair ? 2 : 1); ++i) {
       f(BackwardTileWork<Config>(params, (i == 0 ? first : last) * Config::kBlockN, kv_head, batch));
     }
-  }
+  });
 }
 
 // ---- The producer: a warp for k and q, one for v and dout, one for lse and delta ----
@@ -733,18 +737,22 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
     ptx::barrier_init(shared.tail(0), 1);
     ptx::barrier_init(shared.tail(1), 1);
+    shared.items().init(2 + 4 * Config::kConsumers);
     ptx::barrier_init_fence();
   }
   __syncthreads();
 
-  auto for_each = [&](auto f) { for_each_tile<Config>(arguments.schedule, arguments.params, f); };
+  auto for_each = [&]<bool kDraws = false>(auto f, std::bool_constant<kDraws> = {}) {
+    for_each_tile<Config, kDraws>(arguments.schedule, arguments.params, shared.items(), f);
+  };
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
     ptx::release_registers<Config::kProducerRegisters>();
     const int warp = uniform(threadIdx.x / 32);
     BackwardLoader<Config> loader{arguments, shared};
     if (warp == 0) {
-      for_each([&](const auto& work) { loader.template load_rows</*kIsQueries=*/true>(work); });
+      for_each([&](const auto& work) { loader.template load_rows</*kIsQueries=*/true>(work); },
+               /*draws=*/std::true_type());
     } else if (warp == 1) {
       for_each([&](const auto& work) { loader.template load_rows</*kIsQueries=*/false>(work); });
     } else if (warp == 2) {

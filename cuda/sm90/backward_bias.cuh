@@ -12,6 +12,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
+#include <type_traits>
 
 #include "accumulator.cuh"
 #include "arithmetic.h"
@@ -25,6 +27,7 @@
 #include "ptx/memory.h"
 #include "ptx/tensor_copy.h"
 #include "ptx/wgmma.h"
+#include "sm90/item_ring.cuh"
 #include "sm90/product.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/tensor_map.h"
@@ -44,6 +47,7 @@ struct BackwardBiasArguments {
   LogitScale logit;
   PairOptions pairs;
   int num_tiles;
+  int* counter;  // of tiles handed out; null: there are as many blocks as tiles
 };
 
 template <class Arithmetic_, int kHeadDim_>
@@ -65,7 +69,7 @@ struct BackwardBiasConfig {
   static constexpr int kDout = kStages * kQBytes, kK = 2 * kDout, kV = kK + kStages * kKvBytes;
   static constexpr int kBias = kV + kStages * kKvBytes;
   static constexpr int kBarriers = kBias + 4 * kConsumers * WarpBias::kBytes, kNumBarriers = 5 * kStages + 2;
-  static constexpr int kSharedBytes = kBarriers + 8 * kNumBarriers;
+  static constexpr int kItems = kBarriers + 8 * kNumBarriers, kSharedBytes = kItems + ItemRing::kBytes;
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
@@ -91,6 +95,7 @@ struct BackwardBiasShared {
   __device__ uint32_t v_full(int stage) const { return barrier(3 * Config::kStages + stage); }
   __device__ uint32_t kv_empty(int stage) const { return barrier(4 * Config::kStages + stage); }
   __device__ uint32_t tail(int warp) const { return barrier(5 * Config::kStages + warp); }
+  __device__ ItemRing items() const { return {base + Config::kItems}; }
 
  private:
   __device__ uint32_t barrier(int index) const { return base + Config::kBarriers + 8 * index; }
@@ -333,15 +338,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
     ptx::barrier_init(shared.tail(0), 1);
     ptx::barrier_init(shared.tail(1), 1);
+    shared.items().init(1 + 4 * Config::kConsumers);
     ptx::barrier_init_fence();
   }
   __syncthreads();
 
-  auto for_each_tile = [&](auto f) {
-#pragma unroll 1
-    for (int tile = blockIdx.x; tile < arguments.num_tiles; tile += gridDim.x) {
-      f(typename Config::Tile(arguments.params, tile));
-    }
+  auto for_each_tile = [&]<bool kDraws = false>(auto f, std::bool_constant<kDraws> = {}) {
+    for_each_item<kDraws>(shared.items(), arguments.counter, arguments.num_tiles,
+                          [&](int tile) { f(typename Config::Tile(arguments.params, tile)); });
   };
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
@@ -349,7 +353,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int warp = uniform(threadIdx.x / 32);
     BackwardBiasLoader<Config> loader{arguments, shared};
     if (warp == 0) {
-      for_each_tile([&](const auto& tile) { loader.template load</*kIsQueries=*/true>(tile); });
+      for_each_tile([&](const auto& tile) { loader.template load</*kIsQueries=*/true>(tile); },
+                    /*draws=*/std::true_type());
     } else if (warp == 1) {
       for_each_tile([&](const auto& tile) { loader.template load</*kIsQueries=*/false>(tile); });
     }
@@ -374,7 +379,8 @@ Status backward_bias(const BackwardParams& params, const LaunchContext& context)
   BackwardBiasArguments arguments{.params = params,
                                   .logit = LogitScale(params),
                                   .pairs = PairOptions(params),
-                                  .num_tiles = static_cast<int>(tiles)};
+                                  .num_tiles = static_cast<int>(tiles),
+                                  .counter = tiles > context.multiprocessors ? params.tile_counter : nullptr};
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
   const bool has_maps =

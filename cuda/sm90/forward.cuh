@@ -151,7 +151,10 @@ struct ForwardScheduler {
   __device__ __forceinline__ void run() {
     const Schedule& schedule = arguments.schedule;
     uint32_t parity = 0;
-    for (int index = blockIdx.x;;) {
+    auto draw = [&](int without_counter) {
+      return schedule.counter ? atomicAdd(schedule.counter, 1) : without_counter;
+    };
+    for (int index = draw(blockIdx.x);;) {
       typename Config::Tile& tile = shared.tile(tile_place.stage);
       ptx::barrier_wait(shared.tile_empty(tile_place.stage), tile_place.parity ^ 1);
       write_tile<Config::kBlockN>(schedule, arguments.params, index, tile);
@@ -162,7 +165,7 @@ struct ForwardScheduler {
 
       ptx::barrier_wait(shared.tile_wanted(), parity);
       parity ^= 1;
-      index = gridDim.x + (schedule.counter ? atomicAdd(schedule.counter, 1) : index);
+      index = draw(schedule.num_tiles);
     }
   }
 

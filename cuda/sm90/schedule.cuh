@@ -2,9 +2,10 @@
 //
 // Blocks stay for the whole launch, one a multiprocessor. Tiles are handed out longest first (a causal tile
 // is the longer the later its rows are), so that what is left at the end is short; but only among the heads
-// of one section, whose keys and values fit in L2 together. Where all tiles take as long, block b takes tiles
-// b, b + grid, ...; otherwise, and with lengths and offsets that only the device knows, the block that is
-// free first takes the next one off a counter. Nothing that is computed depends on who computes it.
+// of one section, whose keys and values fit in L2 together. The block that is free first takes the next one
+// off a counter: tiles may take longer or shorter, with lengths and offsets that only the device knows, and a
+// block may start late, because another kernel holds its multiprocessor. Nothing that is computed depends on
+// who computes it.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +26,7 @@ struct Schedule {
   int total_heads;    // of all batch elements
   int section_heads;  // of one section but the last
   int num_tiles;
-  int* counter;  // of tiles handed out beyond each block's first; null: dealt out in turn
+  int* counter;  // of tiles handed out; null: there are as many blocks as tiles
 };
 
 // False where the tiles cannot be numbered.
@@ -45,7 +46,7 @@ inline bool make_schedule(const ForwardParams& params, int block_m, const Launch
                static_cast<int>(total_heads),
                static_cast<int>(section_heads),
                static_cast<int>(total_heads * num_m_blocks),
-               is_full(params) ? nullptr : params.tile_counter};
+               total_heads * num_m_blocks > context.multiprocessors ? params.tile_counter : nullptr};
   return true;
 }
 

@@ -1,0 +1,84 @@
+// Which item of work is next, in kernels whose blocks stay for the whole launch: one warp of a block draws
+// numbers off a counter in memory, and the others get them through shared memory.
+//
+// So the block that is free first takes the next item. Were items dealt out beforehand, those of a block that
+// cannot start, because another kernel holds its multiprocessor, would begin when all others have ended.
+// Nothing that is computed depends on who computes it.
+#pragma once
+
+#include <cstdint>
+
+#include "accumulator.cuh"
+#include "ptx/barrier.h"
+#include "ptx/memory.h"
+#include "sm90/ring.cuh"
+
+namespace jax_flash::cuda::sm90 {
+
+// The numbers in shared memory: two, so that the one who draws may be an item ahead.
+struct ItemRing {
+  static constexpr int kStages = 2, kBytes = kStages * (8 + 8 + 4);
+  uint32_t base;  // aligned to 8 bytes
+
+  __device__ uint32_t full(int stage) const { return base + 8 * stage; }
+  __device__ uint32_t empty(int stage) const { return base + 8 * (kStages + stage); }
+  __device__ uint32_t item(int stage) const { return base + 16 * kStages + 4 * stage; }
+
+  // By one thread; `readers` are warps.
+  __device__ __forceinline__ void init(int readers) const {
+    for (int stage = 0; stage < kStages; ++stage) {
+      ptx::barrier_init(full(stage), 1);
+      ptx::barrier_init(empty(stage), readers);
+    }
+  }
+};
+
+// One warp's place in the ring.
+struct ItemReader {
+  ItemRing ring;
+  int count = 0;  // of numbers so far
+
+  // The next number, for all readers: drawn by a warp when it has begun to load the last of its item, so that
+  // the others need not wait for it.
+  __device__ __forceinline__ int draw(int* counter) {
+    const int stage = next_stage();
+    ptx::barrier_wait(ring.empty(stage), parity() ^ 1);
+    __syncwarp();
+    int item = 0;
+    if (lane_id() == 0) {
+      item = atomicAdd(counter, 1);
+      ptx::store_shared(ring.item(stage), item);
+      ptx::barrier_arrive(ring.full(stage));
+    }
+    return uniform(item);
+  }
+
+  __device__ __forceinline__ int read() {
+    const int stage = next_stage();
+    ptx::barrier_wait(ring.full(stage), parity());
+    const int item = ptx::load_shared(ring.item(stage));
+    __syncwarp();
+    if (lane_id() == 0) ptx::barrier_arrive(ring.empty(stage));
+    return uniform(item);
+  }
+
+ private:
+  __device__ __forceinline__ int next_stage() { return count++ % ItemRing::kStages; }
+  __device__ __forceinline__ uint32_t parity() const { return (count - 1) / ItemRing::kStages % 2; }
+};
+
+// f(item) for each item that the block takes: without a counter, the one that has its number. By a warp;
+// kDraws: by the one that draws for the others.
+template <bool kDraws, class F>
+__device__ __forceinline__ void for_each_item(const ItemRing& ring, int* counter, int num_items, F f) {
+  ItemReader reader{ring};
+  int item = blockIdx.x;
+#pragma unroll 1
+  do {
+    if (counter) item = kDraws ? reader.draw(counter) : reader.read();
+    if (item >= num_items) break;
+    f(item);
+  } while (counter);
+}
+
+}  // namespace jax_flash::cuda::sm90
