@@ -1,0 +1,68 @@
+"""Arrays with more elements than an int of the CUDA kernels counts."""
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+
+
+@pytest.fixture
+def gigabytes(cuda):
+    """Skips a test that needs more memory of the GPU than there is."""
+
+    def need(count: float) -> None:
+        limit = jax.devices("cuda")[0].memory_stats()["bytes_limit"]
+        if limit < 1e9 * count:
+            pytest.skip(f"needs {count:.0f} GB of the GPU's memory")
+
+    return need
+
+
+@pytest.mark.parametrize("kernels", ["", "sm80"], ids=["first kernels", "portable kernels"])
+@pytest.mark.parametrize("seqlen", [2**28 + 2**20, 2**29 - 64])
+def test_mask_of_many_keys(seqlen, kernels, gigabytes):
+    """Only the last 70 of all keys are visible: lists of visible blocks count further than 2^22."""
+    gigabytes(6 * 16 * seqlen / 1e9)  # k, v, and copies of them
+
+    @jax.jit
+    def attend(last_keys):
+        q = jnp.ones((1, 1, 1, 8), jnp.bfloat16)
+        k = jnp.zeros((1, seqlen, 1, 8), jnp.bfloat16)
+        v = jax.lax.dynamic_update_slice(k, last_keys, (0, seqlen - 70, 0, 0))
+        mask = jnp.arange(seqlen)[None, None, None] >= seqlen - 70
+        return jax_flash.flash_attention(q, k, v, mask=mask, return_residual=True)
+
+    last_keys = np.arange(70).reshape(1, 70, 1, 1) % 7 * np.ones((1, 1, 1, 8))
+    with harness.cuda_settings(kernels=kernels):
+        out, lse = attend(last_keys.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(out.astype(np.float32), 3.0)
+    np.testing.assert_allclose(lse, np.log(70), rtol=1e-6)
+
+
+def test_gradients_of_many_rows(gigabytes):
+    """33 heads of 2^26 queries, of which each has 100: the last head's statistics lie beyond 2^31."""
+    gigabytes(80)
+    heads, keys, rows = 33, 70, 100
+    rng = np.random.default_rng(0)
+    q, dout = (rng.standard_normal((1, rows, heads, 1)).astype(jnp.bfloat16) for _ in range(2))
+    k, v = (rng.standard_normal((1, keys, 1, 1)).astype(jnp.bfloat16) for _ in range(2))
+
+    def gradients(seqlen):
+        @jax.jit
+        def f(q, k, v, dout):
+            q, dout = (jnp.pad(x, ((0, 0), (0, seqlen - rows), (0, 0), (0, 0))) for x in (q, dout))
+            lengths = jnp.array([rows], jnp.int32)
+
+            def attention(q, k, v):
+                return jax_flash.flash_attention(q, k, v, query_seq_lengths=lengths, deterministic=True)
+
+            dq, dk, dv = jax.vjp(attention, q, k, v)[1](dout)
+            return dq[:, :rows], dk, dv
+
+        return [np.asarray(x).astype(np.float32) for x in f(q, k, v, dout)]
+
+    for got, want in zip(gradients(2**26), gradients(2**7), strict=True):
+        np.testing.assert_array_equal(got, want)
