@@ -381,8 +381,7 @@ inline ffi::Error TakeVisibilityWorkspace(CallReader& call, bool with_bits_of_ke
   const int64_t M = blocks(params.seqlen_q), U = blocks(params.seqlen_kv);
   workspace->num_heads = N;
   RETURN_IF_ERROR(call.TakeResult("visibility", ffi::DataType::U8, {B, N, M, U}, &workspace->visibility));
-  RETURN_IF_ERROR(call.TakeResult("lists", ffi::DataType::U32, {B, N, std::max(M * (U + 1), U * (M + 1))},
-                                  &workspace->lists));
+  RETURN_IF_ERROR(call.TakeResult("lists", ffi::DataType::U32, {B, N, M * U + M + U}, &workspace->lists));
   if (!params.mask) return ffi::Error::Success();
   const PairArray& mask = params.mask;
   const int64_t mask_batch = mask.batch_stride ? params.batch : 1, mask_heads = N;

@@ -37,7 +37,7 @@ inline constexpr int64_t kVisibilityBlock = 64;
 struct VisibilityWorkspace {
   int64_t num_heads;    // N'
   uint8_t* visibility;  // [B, N', M, U]
-  uint32_t* lists;      // [B, N', max(M * (U + 1), U * (M + 1))]: the visible blocks of a row or column
+  uint32_t* lists;      // [B, N', M * U + M + U]: the visible blocks of each row or of each column
 
   // The mask as bits, 64 keys of a query, or 64 queries of a key, in two words.
   struct Bits {

@@ -1,5 +1,6 @@
 // What depends on the single pair of query and key and is read from an array or drawn: bias, mask, segments,
-// dropout. Only the general instantiation of a kernel has it.
+// dropout; and the factor of the scale, which is in an array, too. Only the general instantiation of a kernel
+// has it.
 //
 // A tile of scores lies in the accumulators (accumulator.cuh) with queries in rows and keys in columns or,
 // transposed, the other way round.
@@ -23,7 +24,7 @@ enum class BiasFormat { kNone, kPieces, kTwoOf16Bits, kOneOf16Bits, kOneOf32Bits
 
 inline bool has_pairs(const AttentionParams& params) {
   return params.bias || params.mask || params.query_segment_ids || params.alibi_slopes ||
-         params.dropout_seeds;
+         params.dropout_seeds || params.scale_factor;
 }
 
 // Does anything but a positive scale stand between scores and probabilities?
@@ -139,8 +140,9 @@ struct PairHead {
   const uint32_t* mask_words;           // null: no mask
   const int32_t *row_ids, *column_ids;  // segments; null: none
   const uint32_t* seeds;
-  float slope = 0;  // of ALiBi, negative
-  int offset = 0;   // of ALiBi's queries
+  float factor = 1;  // of the scale
+  float slope = 0;   // of ALiBi, negative
+  int offset = 0;    // of ALiBi's queries
 
   __device__ __forceinline__ PairHead(const AttentionParams& params, int batch, int head) {
     const PairArray& array = params.bias;
@@ -156,6 +158,7 @@ struct PairHead {
     column_ids = kTransposed ? query_ids : key_ids;
     const int64_t index = int64_t{batch} * params.num_heads + head;
     seeds = params.dropout_seeds + 3 * index;
+    if (params.scale_factor) factor = static_cast<const float*>(params.scale_factor)[batch];
     if (!params.alibi_slopes) return;
     constexpr int kFar = 1 << 30;  // far from overflow
     slope = -static_cast<const float*>(params.alibi_slopes)[index];
@@ -220,6 +223,7 @@ struct Pairs {
                                              const LogitScale& logit) const {
     ptx::copy_async_wait<0>();
     __syncwarp();
+    const float multiplier = logit.multiplier * head.factor;
     auto add = [&](auto to_float) {
 #pragma unroll
       for (int nt = 0; nt < kNTiles; nt += 2) {
@@ -232,7 +236,7 @@ struct Pairs {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           float& x = scores[nt + i / 4][i % 4];
-          x = fmaf(x, logit.multiplier, to_float(r[i / 2], i % 2) * logit.bias_multiplier);
+          x = fmaf(x, multiplier, to_float(r[i / 2], i % 2) * logit.bias_multiplier);
         }
       }
     };
@@ -251,7 +255,8 @@ struct Pairs {
   __device__ __forceinline__ void transform(float (&scores)[kNTiles][4], bool is_added,
                                             const LogitScale& logit, int row0, int column0) const {
     if (logit.transform == LogitScale::kNone) return;
-    auto add = [&](float& x, float bias) { x = fmaf(x, logit.multiplier, bias * logit.bias_multiplier); };
+    const float multiplier = logit.multiplier * head.factor;
+    auto add = [&](float& x, float bias) { x = fmaf(x, multiplier, bias * logit.bias_multiplier); };
     const bool reads_bias = !is_added && options.bias_format != BiasFormat::kNone;
     if (reads_bias && options.bias_format == BiasFormat::kOneOf32Bits) {
       for_each_element<float, kNTiles>(row0, column0,
@@ -267,10 +272,10 @@ struct Pairs {
     } else if (options.has_alibi) {
       const float distance = lane_distance(row0, column0), factor = head.slope * logit.bias_multiplier;
       for_each(scores, [&](float& x, int nt, int i) {
-        x = fmaf(x, logit.multiplier, factor * fabsf(distance + distance_step(nt, i)));
+        x = fmaf(x, multiplier, factor * fabsf(distance + distance_step(nt, i)));
       });
     } else if (!is_added) {
-      for_each(scores, [&](float& x, int, int) { x *= logit.multiplier; });
+      for_each(scores, [&](float& x, int, int) { x *= multiplier; });
     }
     if (logit.transform == LogitScale::kSoftCap) {
       for_each(scores, [&](float& x, int, int) { x = soft_cap(x, logit); });

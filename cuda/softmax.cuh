@@ -30,7 +30,8 @@ struct LogitScale {
 
   explicit LogitScale(const AttentionParams& params) {
     const Options& options = params.options;
-    const bool has_bias = params.bias || params.alibi_slopes;
+    const bool has_bias =
+        params.bias || params.alibi_slopes || params.scale_factor;  // or what works like one
     const double log2e = 1.4426950408889634074;
     scale = static_cast<float>(options.scale);
     two_log2e_per_cap = 0;
