@@ -22,6 +22,13 @@ def _platforms() -> list[str]:
 PLATFORMS = _platforms()
 
 
+def pytest_addoption(parser) -> None:
+    group = parser.getgroup("random cases", "test_random.py")
+    group.addoption("--random-cases", type=int, default=100, help="how many cases (100)")
+    group.addoption("--random-start", type=int, default=0, help="the seed of the first (0)")
+    group.addoption("--random-seed", type=int, help="the seed of the only one")
+
+
 def pytest_report_header() -> str:
     return f"jax {jax.__version__}, platforms: {', '.join(PLATFORMS)}"
 
@@ -54,5 +61,8 @@ def pytest_runtest_makereport(item):
     """Give each failure a line that runs it again."""
     report = yield
     if report.failed:
-        report.sections.append(("repro", f"python -m pytest {shlex.quote(item.nodeid)}"))
+        line = f"python -m pytest {shlex.quote(item.nodeid)}"
+        if "random_seed" in item.fixturenames:
+            line += f" --random-seed {item.callspec.params['random_seed']}"
+        report.sections.append(("repro", line))
     return report

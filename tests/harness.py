@@ -37,7 +37,7 @@ KINDS = {
 
 
 # From the most to the least exact.
-_RULES = ["float64", "float32", "tfloat32", "float16", "bfloat16"]
+RULES = ["float64", "float32", "tfloat32", "float16", "bfloat16"]
 _DIFFERENTIABLE = ("bias", "alibi", "sinks")
 
 
@@ -58,7 +58,7 @@ def _exact(case: Case, dtype: str, naive: str | None) -> tuple[oracle.Result, di
     return oracle.attention(*case.inputs(DTYPES[dtype]), **options, gradients=gradients), gradients
 
 
-@functools.cache
+@functools.lru_cache(maxsize=100)
 def kept(case: Case, seed: int) -> np.ndarray:
     """What dropout keeps: bool [B, N, T, S]."""
     seeds = _dropout.make_seeds(jax.random.key(seed), case.batch, case.num_heads)
@@ -156,22 +156,22 @@ def check_operands(got: dict[str, np.ndarray], case: Case, dtype: str, kind: str
         like = operands[name]
         assert (x.dtype, x.shape) == (like.dtype, like.shape)
         # A sum is rounded to the operand's dtype, where that is the less exact one.
-        rule = max(kind, like.dtype.name, key=_RULES.index)
+        rule = max(kind, like.dtype.name, key=RULES.index)
         want, naive = _exact(case, dtype, None)[1][name], None
         if rule in ("bfloat16", "float16", "tfloat32"):
             naive = _exact(case, dtype, rule)[1][name]
         pairs = case.batch * case.num_heads * case.seqlen_q * case.seqlen_kv
         assert_close(
-            _rows(x),
-            _rows(want),
+            rows(x),
+            rows(want),
             rule,
             num_keys=max(case.seqlen_kv, pairs // x.size),  # or of whatever else it sums over
-            naive=None if naive is None else _rows(naive),
+            naive=None if naive is None else rows(naive),
             name=f"gradient of {name} of {case}",
         )
 
 
-def _rows(x: np.ndarray) -> np.ndarray:
+def rows(x: np.ndarray) -> np.ndarray:
     """Without the last axes that have one element: what lies before them is a row."""
     while x.ndim > 1 and x.shape[-1] == 1:
         x = x[..., 0]

@@ -1,0 +1,525 @@
+"""Random cases: what `test_random.py` runs, drawn from a seed."""
+
+import dataclasses
+import inspect
+import itertools
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import harness
+import jax
+import numpy as np
+import oracle
+from cases import DTYPES, Bias, Case, Mask, Segments
+
+HUGE = 2**31 - 1
+# Sizes around those of tiles and blocks.
+LENGTHS = (
+    1,
+    2,
+    3,
+    16,
+    17,
+    31,
+    33,
+    47,
+    48,
+    63,
+    64,
+    65,
+    80,
+    95,
+    96,
+    97,
+    127,
+    128,
+    129,
+    150,
+    191,
+    192,
+    193,
+    257,
+    300,
+)
+LONG = (320, 383, 385, 449, 512, 513, 640, 700, 1025)
+HEAD_DIMS = (
+    1,
+    2,
+    3,
+    8,
+    16,
+    24,
+    31,
+    32,
+    33,
+    40,
+    48,
+    63,
+    64,
+    64,
+    64,
+    65,
+    72,
+    80,
+    96,
+    97,
+    104,
+    127,
+    128,
+    128,
+    128,
+)
+WIDE_HEAD_DIMS = (129, 136, 160, 191, 192, 193, 200, 224, 255, 256, 257, 300)
+PAIRS = 150_000  # of queries and keys, all heads and batch elements together: about a tenth of a second in the oracle
+PAIRS_OF_LARGE = 1_500_000
+
+
+POLICIES = {
+    "nothing saved": jax.checkpoint_policies.nothing_saveable,
+    "everything saved": jax.checkpoint_policies.everything_saveable,
+    "out saved": jax.checkpoint_policies.save_only_these_names("flash_attention_out"),
+    "out and lse saved": jax.checkpoint_policies.save_only_these_names(
+        "flash_attention_out", "flash_attention_lse"
+    ),
+}
+
+# ---- What makes an operand ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """Of one side, each none, all, one beyond the ends or anything; () and (1,) only without a batch axis."""
+
+    side: str  # "T" or "S"
+    shape: tuple[int, ...]
+
+    def make(self, case: Case, rng: np.random.Generator, dtype: Any) -> np.ndarray:
+        full = case.seqlen_q if self.side == "T" else case.seqlen_kv
+        ends = rng.choice([0, 1, full - 1, full, full + 1, full + 1000, -3], self.shape)
+        return np.where(rng.random(self.shape) < 0.4, ends, rng.integers(0, full + 1, self.shape)).astype(
+            np.int32
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Offsets:
+    """Positions of the first query; () is one for all batch elements."""
+
+    shape: tuple[int, ...]
+    may_be_huge: bool
+
+    def make(self, case: Case, rng: np.random.Generator, dtype: Any) -> np.ndarray:
+        offset = rng.integers(-case.seqlen_q - 1, case.seqlen_kv + 2, self.shape)
+        offset = np.where(rng.random(self.shape) < 0.3, case.seqlen_kv - case.seqlen_q, offset)
+        if self.may_be_huge:
+            huge = rng.choice([HUGE, -HUGE - 1, 100_000], self.shape)
+            offset = np.where(rng.random(self.shape) < 0.1, huge, offset)
+        return offset.astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sinks:
+    magnitude: float
+    dtype: str
+
+    def make(self, case: Case, rng: np.random.Generator, dtype: Any) -> np.ndarray:
+        return (self.magnitude * rng.standard_normal(case.num_heads)).astype(DTYPES[self.dtype])
+
+
+@dataclasses.dataclass(frozen=True)
+class Slopes:
+    """Powers of two, as in the paper, and their negatives."""
+
+    dtype: str
+
+    def make(self, case: Case, rng: np.random.Generator, dtype: Any) -> np.ndarray:
+        exponents = rng.integers(1, 9, case.num_heads)
+        sign = rng.choice([1.0, 1.0, 1.0, -1.0, 0.0], case.num_heads)
+        return (sign * 0.5**exponents).astype(DTYPES[self.dtype])
+
+
+@dataclasses.dataclass(frozen=True)
+class Seed:
+    def make(self, case: Case, rng: np.random.Generator, dtype: Any) -> np.ndarray:
+        return np.int32(rng.integers(1000))
+
+
+# ---- What is done with it -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """How an array lies in the one that the program is given: what is around it is NaN, which it must not read."""
+
+    kind: str  # "transposed", "reversed", "sliced" or "strided"
+    axis: int
+
+    def outer(self, x: np.ndarray) -> np.ndarray:
+        if self.kind == "transposed":
+            return np.ascontiguousarray(x.swapaxes(0, self.axis))
+        if self.kind == "reversed":
+            return np.ascontiguousarray(np.flip(x, self.axis))
+        around = np.full_like(x, 1 if x.dtype.kind in "bi" else np.nan)
+        if self.kind == "sliced":
+            return np.concatenate([around, x, around], self.axis)
+        shape = (*x.shape[: self.axis], 2 * x.shape[self.axis], *x.shape[self.axis + 1 :])
+        return np.stack([x, around], self.axis + 1).reshape(shape)
+
+    def inner(self, x: Any) -> Any:
+        if self.kind == "transposed":
+            return x.swapaxes(0, self.axis)
+        size = x.shape[self.axis]
+        parts = dict(reversed=slice(None, None, -1), sliced=slice(size // 3, 2 * size // 3))
+        part = (parts | dict(strided=slice(None, None, 2)))[self.kind]
+        return x[(slice(None),) * self.axis + (part,)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A vmap or a scan around the call, with an axis of some of the arguments: the others are the same all along."""
+
+    kind: str  # "vmap" or "scan"
+    size: int
+    axes: dict[str, int]
+    is_differentiated: bool  # the gradient of the loop, else a loop over gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomCase:
+    """A call of attention and its gradient.
+
+    Arguments have names: those of `cases.Inputs`, and of `cases.OPERANDS` with `query_ids` and `key_ids` for a pair
+    of segment ids.
+    """
+
+    seed: int
+    case: Case  # sizes and options
+    dtype: str
+    rule: str  # of the closeness rule
+    has_batch: bool
+    more: dict[str, Any]  # options that do not change the exact result
+    x64: bool
+    cotangents: tuple[str, ...]  # of out, of lse
+    differentiated: tuple[str, ...]  # names of arguments
+    loops: tuple[Loop, ...]  # the outermost first; those over gradients come first
+    checkpoint: str | None  # a policy of jax.checkpoint
+    is_jitted: bool
+    views: dict[str, View]
+    poison: bool  # NaN wherever it must not be read
+
+    def __str__(self) -> str:
+        c = self.case
+        parts = [
+            f"{self.dtype} ({self.rule}), {f'B={c.batch} ' if self.has_batch else 'no batch axis, '}T={c.seqlen_q} "
+            f"S={c.seqlen_kv} N={c.num_heads} K={c.num_kv_heads} H={c.head_dim} Hv={c.head_dim_v}, queries x "
+            f"{c.magnitude:g}",
+            "options: " + ", ".join(f"{name}={x!r}" for name, x in (*c.options, *self.more.items())),
+            f"cotangents of {', '.join(self.cotangents)}; gradients of {', '.join(self.differentiated)}",
+        ]
+        for loop in self.loops:
+            what = "gradient of " if loop.is_differentiated else ""
+            axes = ", ".join(f"{name} (axis {axis})" for name, axis in loop.axes.items())
+            parts.append(f"{what}{loop.kind} of {loop.size} over {axes}")
+        parts += [f"jax.checkpoint, {self.checkpoint}"] * bool(self.checkpoint)
+        parts += ["without jit"] * (not self.is_jitted) + ["with x64"] * self.x64 + ["poisoned"] * self.poison
+        parts += [f"{name} is {view.kind} along axis {view.axis}" for name, view in self.views.items()]
+        return "\n".join(parts)
+
+    @property
+    def static(self) -> dict[str, Any]:
+        """The options that belong to the program."""
+        return self.case.static | self.more
+
+    def mapped(self, name: str) -> tuple[bool, ...]:
+        """Which of the loops have an axis of an argument."""
+        is_cotangent = name in ("dout", "dlse")
+        return tuple(name in loop.axes or (is_cotangent and loop.is_differentiated) for loop in self.loops)
+
+    def summed(self, name: str) -> list[int]:
+        """Which of the loops the gradient of an argument is summed over."""
+        of_results = (True,) * len(self.loops)
+        mapped = of_results if name in ("out", "lse") else self.mapped(name)
+        return [i for i, loop in enumerate(self.loops) if loop.is_differentiated and not mapped[i]]
+
+    def num_terms(self, name: str) -> int:
+        """How many numbers a result or the gradient of an argument is a sum of: what the closeness rule calls keys."""
+        c, terms = self.case, self.case.seqlen_kv
+        if name in ("bias", "alibi", "sinks"):
+            pairs = c.batch * c.num_heads * c.seqlen_q * c.seqlen_kv
+            operand = self._makers()[name](np.random.default_rng(0))
+            terms = max(terms, pairs // max(operand.size, 1))
+        return terms * math.prod(self.loops[i].size for i in self.summed(name))
+
+    def arguments(self) -> dict[str, np.ndarray]:
+        """All that is an array, with the axes of the loops in front."""
+        arguments = {}
+        for name, make in self._makers().items():
+            rng = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
+            mapped = zip(self.loops, self.mapped(name), strict=True)
+            sizes = [loop.size for loop, is_mapped in mapped if is_mapped]
+            x = np.stack([make(rng) for _ in range(math.prod(sizes))])
+            arguments[name] = x.reshape((*sizes, *x.shape[1:]))
+        return arguments
+
+    def turns(self, arguments: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+        """The arguments of each turn of the loops, as views."""
+        for index in np.ndindex(*(loop.size for loop in self.loops)):
+            yield {
+                name: x[(*itertools.compress(index, self.mapped(name)), ...)] for name, x in arguments.items()
+            }
+
+    def _makers(self) -> dict[str, Any]:
+        case, dtype = self.case, DTYPES[self.dtype]
+        b, t, s, n, k, h = (
+            case.batch, case.seqlen_q, case.seqlen_kv, case.num_heads, case.num_kv_heads, case.head_dim,
+        )  # fmt: skip
+        shapes = dict(q=(b, t, n, h), k=(b, s, k, h), v=(b, s, k, case.head_dim_v))
+        shapes |= dict(dout=(b, t, n, case.head_dim_v), dlse=(b, t, n))
+        lse_dtype = np.float64 if self.dtype == "float64" else np.float32
+
+        def normal(name, shape):
+            magnitude = case.magnitude if name == "q" else 1.0
+            shape = shape if self.has_batch else shape[1:]
+            kind = lse_dtype if name == "dlse" else dtype
+            return lambda rng: (magnitude * rng.standard_normal(shape)).astype(kind)
+
+        makers = {
+            name: normal(name, shape)
+            for name, shape in shapes.items()
+            if name[0] != "d" or name[1:] in self.cotangents
+        }
+        for name, x in case.options:
+            if isinstance(x, Segments):
+                makers |= self._segment_makers(x)
+            elif hasattr(x, "make"):
+                makers[name] = lambda rng, x=x: x.make(case, rng, dtype)
+        return makers
+
+    def _segment_makers(self, segments: Segments) -> dict[str, Any]:
+        def make(part):
+            def ids(rng):
+                x = dataclasses.replace(segments, pair=True).make(self.case, rng, None)[part]
+                return x if self.has_batch else x[0]
+
+            return ids
+
+        if segments.pair or self.case.seqlen_q != self.case.seqlen_kv:
+            return dict(query_ids=make(0), key_ids=make(1))
+        return dict(segment_ids=make(0))
+
+    def oracle_options(self, arguments: dict[str, np.ndarray]) -> dict[str, Any]:
+        """What the oracle takes beside q, k, v and cotangents, of the arguments of one turn."""
+        options = self.case.static | {
+            name: x for name, x in arguments.items() if name not in ("q", "k", "v", "dout", "dlse")
+        }
+        if "query_ids" in options:
+            options["segment_ids"] = options.pop("query_ids"), options.pop("key_ids")
+        if "segment_ids" in options and not self.has_batch:
+            ids = options["segment_ids"]
+            options["segment_ids"] = tuple(x[None] for x in ids) if isinstance(ids, tuple) else ids[None]
+        if "dropout_seed" in options:
+            options["keep"] = harness.kept(self.case, int(options.pop("dropout_seed")))
+        return options
+
+    def poisoned(self, arguments: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """With NaN where no turn may read: beyond the lengths, and in a bias where no pair is seen."""
+        c = self.case
+        # A sink gives a row without keys a log-sum-exp, and its cotangent a meaning.
+        names = {"q", "k", "v", "dout", "bias", "" if "sinks" in arguments else "dlse"} & arguments.keys()
+        is_read = {name: np.zeros(arguments[name].shape, bool) for name in names}
+        for turn, read in zip(self.turns(arguments), self.turns(is_read), strict=True):
+            for name in names - {"bias"}:
+                side, size = ("key_value", c.seqlen_kv) if name in ("k", "v") else ("query", c.seqlen_q)
+                lengths = np.reshape(turn.get(f"{side}_seq_lengths", size), (-1, 1))
+                exists = np.broadcast_to(np.arange(size) < lengths, (c.batch, size))
+                exists = exists if self.has_batch else exists[0]
+                read[name] |= exists.reshape(exists.shape + (1,) * (read[name].ndim - exists.ndim))
+            if "bias" in names:
+                options = self.oracle_options(turn)
+                of_pairs = inspect.signature(oracle.visible).parameters.keys() & options.keys()
+                seen = oracle.visible(
+                    c.batch, c.seqlen_q, c.seqlen_kv, **{name: options[name] for name in of_pairs}
+                )
+                seen = np.broadcast_to(seen, (c.batch, c.num_heads, c.seqlen_q, c.seqlen_kv))
+                read["bias"] |= _any_to(seen, read["bias"].shape)
+        poisoned = arguments | {name: arguments[name].copy() for name in names}
+        for name in names:
+            poisoned[name][~is_read[name]] = np.nan
+        return poisoned
+
+
+def _any_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    own = (1,) * (x.ndim - len(shape)) + shape
+    return x.any(tuple(axis for axis in range(x.ndim) if own[axis] == 1), keepdims=True).reshape(shape)
+
+
+# ---- Drawing --------------------------------------------------------------------------------------------------
+
+
+class _Dice:
+    def __init__(self, seed: int):
+        self.rng = np.random.default_rng(seed)
+
+    def pick(self, choices: Sequence[Any]) -> Any:
+        return choices[int(self.rng.integers(len(choices)))]
+
+    def chance(self, probability: float) -> bool:
+        return bool(self.rng.random() < probability)
+
+    def number(self, low: float, high: float) -> float:
+        """Between the two, in the logarithm, with few digits to read."""
+        return float(f"{np.exp(self.rng.uniform(np.log(low), np.log(high))):.3g}")
+
+
+def window(left: int | None, right: int | None) -> tuple[int, int]:
+    """A window without a limit on one side, as a number that is as good."""
+    return HUGE if left is None else left, HUGE if right is None else right
+
+
+def draw(seed: int, platform: str) -> RandomCase:
+    """The case of a seed: the same on all platforms but for what they compute and their largest head dim."""
+    dice = _Dice(seed)
+    dtype, precision, rule = dice.pick(harness.KINDS[platform])
+    more: dict[str, Any] = {}
+    if dice.chance(0.12):
+        more["implementation"] = "xla"
+    if dice.chance(0.3):
+        more["deterministic"] = dice.pick([True, False])
+    if dtype != "float32" or platform == "cpu":
+        precision = dice.pick([None, None, "default", "high", "highest"])
+    if precision is not None:
+        more["precision"] = precision
+
+    # Sizes. What there is too much of is taken from heads and batch, which tiles know nothing of.
+    is_large = dice.chance(0.05)
+    t, s = (dice.pick(LONG if is_large and dice.chance(0.7) else LENGTHS) for _ in "TS")
+    if dice.chance(0.15):
+        s = t
+    if dice.chance(0.1):
+        t = 1
+    if dice.chance(0.03):
+        t, s = dice.pick([(0, s), (t, 0), (0, 0)])
+    sizes = [
+        dice.pick([1, 2, 3]),
+        dice.pick([1, 1, 2, 3]),
+        dice.pick([1, 1, 1, 2, 3, 4, 8]),
+    ]  # batch, keys', group
+    sizes += [dice.pick([1, 2, 3]) for _ in range(dice.pick([0, 0, 0, 1, 1, 2]))]  # of loops
+    while int(np.prod(sizes)) * t * s > (PAIRS_OF_LARGE if is_large else PAIRS) and max(sizes) > 1:
+        sizes[sizes.index(max(sizes))] -= 1
+    batch, num_kv_heads, group, *loop_sizes = sizes
+    num_heads = num_kv_heads * group
+    has_batch = batch > 1 or dice.chance(0.7)
+    head_dims = [dice.pick(HEAD_DIMS if dice.chance(0.8) else WIDE_HEAD_DIMS) for _ in range(2)]
+    if platform == "cuda":
+        head_dims = [min(x, 256) for x in head_dims]
+    h, hv = head_dims if dice.chance(0.4) else [head_dims[0]] * 2
+
+    # Options: in some cases few, in some nearly all.
+    share = dice.pick([0.05, 0.15, 0.3, 0.3, 0.5, 0.9])
+
+    def has() -> bool:
+        return dice.chance(share)
+
+    def float_dtype() -> str:
+        return dice.pick([dtype, dtype, "float32", "float32", *DTYPES])
+
+    def axes() -> str:
+        letters = "".join(dice.pick([letter, letter, "1"]) for letter in ("BNTS" if has_batch else "NTS"))
+        while letters.startswith("1") and dice.chance(0.5):
+            letters = letters[1:]
+        return letters
+
+    per_batch = (batch,) if has_batch else dice.pick([(), (1,)])
+    options: dict[str, Any] = {}
+    magnitude = dice.pick([1.0] * 8 + [8.0, 30.0])
+    if has():
+        options["scale"] = dice.pick([1, 1, -1, 0]) * dice.number(0.2 / h**0.5, 2 / h**0.5)
+    if dice.chance(0.4):
+        options["is_causal"] = True
+    if has():
+        options["query_seq_lengths"] = Lengths("T", per_batch)
+    if has():
+        options["key_value_seq_lengths"] = Lengths("S", per_batch)
+    if has():
+        parts = [dice.pick([None, 0, 1, 5, 31, 64, 100, 128, 500]) for _ in range(2)]
+        options["local_window_size"] = dice.pick([window(*parts), window(*parts), parts[0] or 0])
+    if has():
+        options["logits_soft_cap"] = dice.number(0.5, 50.0)
+    if has():
+        options["sinks"] = Sinks(dice.pick([1.0, 5.0]), float_dtype())
+    if has():
+        if dice.chance(0.3):
+            options["alibi"] = Slopes(float_dtype())
+        else:
+            options["bias"] = Bias(axes(), dice.pick([1.0, 1.0, 5.0]), float_dtype())
+    if has() or ("is_causal" in options and dice.chance(0.3)):
+        # A huge one beside slopes would shift all logits: that costs the gradient its accuracy.
+        offset = Offsets(dice.pick([(), per_batch]), "alibi" not in options)
+        options["query_offset"] = offset
+        if dice.chance(0.3):
+            sides = Case("", seqlen_q=t, seqlen_kv=s)
+            options["query_offset"] = int(dataclasses.replace(offset, shape=()).make(sides, dice.rng, None))
+    if has():
+        visible = dice.pick([0.0, 0.003, 0.05, 0.3, 0.5, 0.7, 0.95, 1.0])
+        options["mask"] = Mask(axes(), visible, dice.pick([0, 0, 16, 32, 64, 64, 96, 128]))
+    if has():
+        ids = dice.rng.integers(-(2**31), 2**31, dice.pick([1, 2, 3, 6, 30])).tolist()
+        ids = dice.pick([ids, list(range(len(ids)))])
+        options["segment_ids"] = Segments(tuple(ids), dice.chance(0.7), dice.chance(0.5))
+    if has():
+        options["dropout_rate"] = dice.pick([0.05, 0.1, 0.25, 0.5, 0.9])
+        options["dropout_seed"] = Seed()
+    case = Case(str(seed), batch, t, s, num_heads, num_kv_heads, h, hv, tuple(options.items()), magnitude)
+
+    # What is differentiated, and around what.
+    cotangents = dice.pick([("out",), ("out",), ("out", "lse"), ("out", "lse"), ("out", "lse"), ("lse",)])
+    if cotangents == ("out",):
+        more["return_residual"] = dice.pick([True, False])
+    else:
+        more["return_residual"] = True
+    floats = [name for name in ("q", "k", "v", "bias", "alibi", "sinks") if name in (*"qkv", *options)]
+    differentiated = [name for name in floats if name in "qkv" or dice.chance(0.8)]
+    if dice.chance(0.15):
+        differentiated = [name for name in floats if dice.chance(0.5)] or [dice.pick(floats)]
+    arguments = [*"qkv", *(f"d{name}" for name in cotangents)]
+    for name, x in options.items():
+        if isinstance(x, Segments):
+            arguments += ["query_ids", "key_ids"] if x.pair or t != s else ["segment_ids"]
+        elif hasattr(x, "make"):
+            arguments.append(name)
+
+    # The loops: first those over gradients, whose cotangents may go along.
+    loops, num_gradients = [], int(dice.rng.integers(len(loop_sizes) + 1))
+    for i, size in enumerate(loop_sizes):
+        is_differentiated = i >= num_gradients
+        kind = dice.pick(["vmap", "vmap", "scan"])
+        names = [name for name in arguments if not (is_differentiated and name in ("dout", "dlse"))]
+        names = [name for name in names if dice.chance(0.6)] or [dice.pick(names)]
+        ends = {name: (0, 1, 2, 3, -1) if name in ("q", "k", "v", "dout") else (0, -1) for name in names}
+        axes_of = {name: dice.pick(ends[name]) if kind == "vmap" else 0 for name in names}
+        loops.append(Loop(kind, size, axes_of, is_differentiated))
+    views = {}
+    if dice.chance(0.4):
+        kinds = ("transposed", "transposed", "reversed", "sliced", "strided")
+        views = {
+            name: View(dice.pick(kinds), dice.pick([1, 2])) for name in arguments[:4] if dice.chance(0.5)
+        }
+    return RandomCase(
+        seed=seed,
+        case=case,
+        dtype=dtype,
+        rule=rule,
+        has_batch=has_batch,
+        more=more,
+        x64=dice.chance(0.05),
+        cotangents=cotangents,
+        differentiated=tuple(differentiated),
+        loops=tuple(loops),
+        checkpoint=dice.pick(list(POLICIES)) if dice.chance(0.15) else None,
+        is_jitted=dice.chance(0.9),
+        views=views,
+        poison=dice.chance(0.4),
+    )

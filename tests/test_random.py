@@ -1,0 +1,179 @@
+"""Random cases, of all options and transformations at once, against the exact result.
+
+    python -m pytest tests/test_random.py --random-cases 10000 --random-start 5000 -n 8
+    python -m pytest tests/test_random.py --random-seed 123    # one of them again
+
+What may come is in `random_cases.py`. A failure shows its case and the line that repeats it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import jax
+import numpy as np
+import oracle
+import random_cases
+from cases import DTYPES
+from closeness import assert_close
+from random_cases import Loop, RandomCase
+
+Arrays = dict[str, Any]  # by the names that arguments have in random_cases
+
+
+def pytest_generate_tests(metafunc):
+    seed, start, number = (metafunc.config.getoption(f"random_{name}") for name in ("seed", "start", "cases"))
+    metafunc.parametrize("random_seed", range(start, start + number) if seed is None else [seed])
+
+
+def test_is_close_to_exact(random_seed, platform):
+    case = random_cases.draw(random_seed, platform)
+    print(case)  # pytest shows it where the test fails
+    arguments = case.arguments()
+    given = to_loops(case, case.poisoned(arguments) if case.poison else arguments)
+    given = {name: case.views[name].outer(x) if name in case.views else x for name, x in given.items()}
+    uses_float64 = case.x64 or any(x.dtype == np.float64 for x in arguments.values())
+    with harness.x64("float64" if uses_float64 else case.dtype):
+        results, gradients = jax.tree.map(np.asarray, program(case)(given))
+    check(case, arguments, results | from_loops(case, gradients))
+
+
+# ---- The program ----------------------------------------------------------------------------------------------
+
+
+def program(case: RandomCase) -> Callable[[Arrays], tuple[Arrays, Arrays]]:
+    """What is tested: from the arguments to the results, out and lse, and the gradients by the arguments' names."""
+    forward = functools.partial(attention, case)
+    if case.checkpoint is not None:
+        forward = jax.checkpoint(forward, policy=random_cases.POLICIES[case.checkpoint])
+    for loop in reversed(case.loops):
+        if loop.is_differentiated:
+            forward = looped(forward, loop)
+
+    def forward_and_backward(arguments: Arrays) -> tuple[Arrays, Arrays]:
+        cotangents = {name: arguments[f"d{name}"] for name in case.cotangents}
+        rest = {name: x for name, x in arguments.items() if name not in ("dout", "dlse")}
+
+        def of_differentiated(x: Arrays) -> tuple[Arrays, Arrays]:
+            results = forward(rest | x)
+            return {name: results[name] for name in cotangents}, results
+
+        x = {name: arguments[name] for name in case.differentiated}
+        _, vjp, results = jax.vjp(of_differentiated, x, has_aux=True)
+        return results, *vjp(cotangents)
+
+    f = forward_and_backward
+    for loop in reversed(case.loops):
+        if not loop.is_differentiated:
+            f = looped(f, loop)
+
+    def of_views(given: Arrays) -> tuple[Arrays, Arrays]:
+        return f({name: case.views[name].inner(x) if name in case.views else x for name, x in given.items()})
+
+    return jax.jit(of_views) if case.is_jitted else of_views
+
+
+def attention(case: RandomCase, arguments: Arrays) -> Arrays:
+    operands = dict(arguments)
+    q, k, v = (operands.pop(name) for name in "qkv")
+    if "query_ids" in operands:
+        operands["segment_ids"] = operands.pop("query_ids"), operands.pop("key_ids")
+    results = harness.call(q, k, v, operands, **case.static)
+    return dict(zip(("out", "lse"), results if case.static["return_residual"] else [results], strict=False))
+
+
+def looped(f: Callable[[Arrays], Any], loop: Loop) -> Callable[[Arrays], Any]:
+    """`f` for each element of the loop's axis of the arguments that have one."""
+
+    def of_all(arguments: Arrays) -> Any:
+        if loop.kind == "vmap":
+            return jax.vmap(f, ({name: loop.axes.get(name) for name in arguments},))(arguments)
+        each = {name: arguments[name] for name in loop.axes}
+        return jax.lax.scan(lambda _, each: (None, f(arguments | each)), None, each)[1]
+
+    return of_all
+
+
+def to_loops(case: RandomCase, arguments: Arrays) -> Arrays:
+    """Arguments with the axes of the loops in front, with each where its loop expects it."""
+    moved = dict(arguments)
+    for i, loop in reversed(list(enumerate(case.loops))):
+        for name, axis in loop.axes.items():
+            before = sum(case.mapped(name)[:i])  # axes of the loops around this one
+            moved[name] = np.moveaxis(moved[name], before, before + axis if axis >= 0 else axis)
+    return moved
+
+
+def from_loops(case: RandomCase, gradients: Arrays) -> Arrays:
+    """Gradients with the axes of the loops in front again."""
+    moved = dict(gradients)
+    for i, loop in enumerate(case.loops):
+        for name in gradients.keys() & loop.axes.keys() if loop.is_differentiated else ():
+            before = sum(
+                is_mapped or not outer.is_differentiated
+                for is_mapped, outer in zip(case.mapped(name)[:i], case.loops, strict=False)
+            )
+            axis = loop.axes[name]
+            moved[name] = np.moveaxis(moved[name], before + axis if axis >= 0 else axis, before)
+    return moved
+
+
+# ---- The exact result -----------------------------------------------------------------------------------------
+
+
+def exact(case: RandomCase, arguments: Arrays, naive: str | None = None) -> Arrays:
+    """Results and gradients, with the axes of the loops in front, or what arithmetic `naive` makes."""
+    more = {} if naive is None else dict(arithmetic=oracle.arithmetic_of(naive))
+    turns: dict[str, list[np.ndarray]] = {}
+    for turn in case.turns(arguments):
+        options = case.oracle_options(turn)
+        inputs = [turn.get(name) for name in ("q", "k", "v", "dout", "dlse")]
+        if not case.has_batch:
+            inputs = [x if x is None else x[None] for x in inputs]
+        if inputs[3] is None:
+            inputs[3] = np.zeros((*inputs[0].shape[:-1], case.case.head_dim_v))
+        of_operands: Arrays = {}
+        result = oracle.attention(*inputs, **options, **more, gradients=of_operands)
+        names = dict(out="out", lse="lse", dq="q", dk="k", dv="v")
+        named = {names[name]: x if case.has_batch else x[0] for name, x in result._asdict().items()}
+        for name, x in (named | of_operands).items():
+            turns.setdefault(name, []).append(x)
+    return {name: _summed(case, name, np.stack(x), more.get("arithmetic")) for name, x in turns.items()}
+
+
+def _summed(case: RandomCase, name: str, x: np.ndarray, arithmetic: oracle.Arithmetic | None) -> np.ndarray:
+    """The gradient of a loop sums over the turns that share an argument."""
+    x = x.reshape((*(loop.size for loop in case.loops), *x.shape[1:]))
+    rounding = oracle.Arithmetic().result if arithmetic is None else arithmetic.result
+    for axis in reversed(case.summed(name)):
+        x = functools.reduce(lambda a, b: rounding(a + b), np.moveaxis(x, axis, 0))
+    return x
+
+
+def check(case: RandomCase, arguments: Arrays, got: Arrays) -> None:
+    """Hold results and gradients against the exact ones, by the closeness rule."""
+    exact_in = functools.cache(functools.partial(exact, case, arguments))
+    for name, x in got.items():
+        rule, like = case.rule, case.dtype
+        if name == "lse":
+            # lse is float32 whatever the inputs are; 16-bit products are exact in it.
+            rule = "float32" if rule in ("bfloat16", "float16") else rule
+            like = "float64" if like == "float64" else "float32"
+        elif name != "out":
+            # A sum is rounded to the argument's dtype, where that is the less exact one.
+            like = arguments[name].dtype.name
+            rule = max(rule, like, key=harness.RULES.index)
+        assert x.dtype == DTYPES[like], f"{name} is {x.dtype}, expected {like}"
+        want, naive = exact_in()[name], None
+        if rule in ("bfloat16", "float16", "tfloat32"):
+            naive = exact_in(rule)[name]
+        is_operand = name not in ("out", "lse", "q", "k", "v")
+        assert_close(
+            harness.rows(x) if is_operand else x,
+            harness.rows(want) if is_operand else want,
+            rule,
+            num_keys=case.num_terms(name),
+            naive=harness.rows(naive) if is_operand and naive is not None else naive,
+            name=name if name in ("out", "lse") else f"gradient of {name}",
+        )
