@@ -106,6 +106,7 @@ def attention(
     elif bias is not None:
         logits += jnp.asarray(bias).astype(dtype)
     if resolved.logits_soft_cap:
+        logits = jnp.where(visible, logits, 0)  # a bias may be NaN here, and so would be the slope of tanh
         logits = resolved.logits_soft_cap * jnp.tanh(logits / resolved.logits_soft_cap)
     logits = jnp.where(visible, logits, -jnp.inf)
 

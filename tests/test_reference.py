@@ -123,6 +123,19 @@ def test_float32_bias_on_16_bit_inputs(dtype):
     assert_close(out, want, dtype, num_keys=9, naive=naive)
 
 
+def test_nan_in_the_bias_of_a_hidden_pair_changes_nothing():
+    q, k, v, dout, _ = CASE.inputs(np.float32)
+    mask = RNG.random((6, 9)) < 0.5
+
+    def gradients(bias):
+        f = functools.partial(attention, mask=mask, logits_soft_cap=2.0)
+        return jax.vjp(f, q, k, v, bias)[1](jnp.asarray(dout))
+
+    want, got = (gradients(np.where(mask, 1.0, x).astype(np.float32)) for x in (1.0, np.nan))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 # ---- jax.nn -----------------------------------------------------------------------------------------------
 
 LENGTHS = np.array([3, 6], np.int32)
