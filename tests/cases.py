@@ -135,7 +135,11 @@ class Segments:
         ids = [rng.choice(np.array(self.ids, np.int32), (case.batch, length)) for length in lengths]
         if self.is_sorted:
             ids = [np.sort(x) for x in ids]
-        return tuple(ids) if self.pair or lengths[0] != lengths[1] else ids[0]
+        return tuple(ids) if self.has_two(case) else ids[0]
+
+    def has_two(self, case: Case) -> bool:
+        """Whether it makes an array for the queries and one for the keys."""
+        return self.pair or case.seqlen_q != case.seqlen_kv
 
 
 def _case(name: str, *, batch=2, t=80, s=80, n=2, k=2, h=64, hv=None, magnitude=1.0, **options) -> Case:

@@ -12,70 +12,20 @@ import harness
 import jax
 import numpy as np
 import oracle
-from cases import DTYPES, Bias, Case, Mask, Segments
+from cases import DTYPES, Bias, Case, Inputs, Mask, Segments
 
 HUGE = 2**31 - 1
 # Sizes around those of tiles and blocks.
 LENGTHS = (
-    1,
-    2,
-    3,
-    16,
-    17,
-    31,
-    33,
-    47,
-    48,
-    63,
-    64,
-    65,
-    80,
-    95,
-    96,
-    97,
-    127,
-    128,
-    129,
-    150,
-    191,
-    192,
-    193,
-    257,
-    300,
-)
-LONG = (320, 383, 385, 449, 512, 513, 640, 700, 1025)
-HEAD_DIMS = (
-    1,
-    2,
-    3,
-    8,
-    16,
-    24,
-    31,
-    32,
-    33,
-    40,
-    48,
-    63,
-    64,
-    64,
-    64,
-    65,
-    72,
-    80,
-    96,
-    97,
-    104,
-    127,
-    128,
-    128,
-    128,
-)
+    *(1, 2, 3, 16, 17, 31, 33, 47, 48, 63, 64, 65, 80, 95, 96, 97, 127, 128, 129, 150, 191, 192, 193, 257, 300),
+)  # fmt: skip
+LONG_LENGTHS = (320, 383, 385, 449, 512, 513, 640, 700, 1025)
+HEAD_DIMS = (*(1, 2, 3, 8, 16, 24, 31, 32, 33, 40, 48, 63, 65, 72, 80, 96, 97, 104, 127), *[64, 128] * 4)
 WIDE_HEAD_DIMS = (129, 136, 160, 191, 192, 193, 200, 224, 255, 256, 257, 300)
-PAIRS = 150_000  # of queries and keys, all heads and batch elements together: about a tenth of a second in the oracle
-PAIRS_OF_LARGE = 1_500_000
-
-
+MAX_CUDA_HEAD_DIM = 256
+# Of queries and keys, of all heads, batch elements and turns of the loops: these take a second, and some ten.
+PAIRS = 150_000
+MANY_PAIRS = 1_500_000
 POLICIES = {
     "nothing saved": jax.checkpoint_policies.nothing_saveable,
     "everything saved": jax.checkpoint_policies.everything_saveable,
@@ -84,6 +34,7 @@ POLICIES = {
         "flash_attention_out", "flash_attention_lse"
     ),
 }
+
 
 # ---- What makes an operand ------------------------------------------------------------------------------------
 
@@ -227,6 +178,11 @@ class RandomCase:
         parts += [f"{name} is {view.kind} along axis {view.axis}" for name, view in self.views.items()]
         return "\n".join(parts)
 
+    def numbers(self, arguments: dict[str, np.ndarray]) -> list[str]:
+        """Small operands, to read."""
+        operands = {name: x for name, x in arguments.items() if name not in Inputs._fields}
+        return [f"{name} = {x.tolist()}" for name, x in operands.items() if x.size <= 12]
+
     @property
     def static(self) -> dict[str, Any]:
         """The options that belong to the program."""
@@ -251,6 +207,22 @@ class RandomCase:
             operand = self._makers()[name](np.random.default_rng(0))
             terms = max(terms, pairs // max(operand.size, 1))
         return terms * math.prod(self.loops[i].size for i in self.summed(name))
+
+    def cancelling(self, name: str, arguments: dict[str, np.ndarray]) -> float:
+        """What closeness takes: the largest |dout_i| |v_j| in a gradient through ds, times what ds is multiplied by."""
+        factor = {"q": "k", "k": "q", "bias": None}  # the others are judged without
+        if name not in factor or "dout" not in arguments:
+            return 0.0
+
+        def largest(x: np.ndarray) -> float:
+            return np.abs(x.astype(np.float64)).max(initial=0.0)
+
+        norms = (np.linalg.norm(arguments[x].astype(np.float64), axis=-1) for x in ("dout", "v"))
+        terms = math.prod(map(largest, norms))
+        if factor[name]:
+            scale = self.static.get("scale", self.case.head_dim**-0.5)
+            terms *= max(1.0, abs(scale) * largest(arguments[factor[name]]))
+        return terms / (1 - self.static.get("dropout_rate", 0.0))
 
     def arguments(self) -> dict[str, np.ndarray]:
         """All that is an array, with the axes of the loops in front."""
@@ -305,15 +277,13 @@ class RandomCase:
 
             return ids
 
-        if segments.pair or self.case.seqlen_q != self.case.seqlen_kv:
+        if segments.has_two(self.case):
             return dict(query_ids=make(0), key_ids=make(1))
         return dict(segment_ids=make(0))
 
     def oracle_options(self, arguments: dict[str, np.ndarray]) -> dict[str, Any]:
         """What the oracle takes beside q, k, v and cotangents, of the arguments of one turn."""
-        options = self.case.static | {
-            name: x for name, x in arguments.items() if name not in ("q", "k", "v", "dout", "dlse")
-        }
+        options = self.case.static | {name: x for name, x in arguments.items() if name not in Inputs._fields}
         if "query_ids" in options:
             options["segment_ids"] = options.pop("query_ids"), options.pop("key_ids")
         if "segment_ids" in options and not self.has_batch:
@@ -382,42 +352,96 @@ def draw(seed: int, platform: str) -> RandomCase:
     """The case of a seed: the same on all platforms but for what they compute and their largest head dim."""
     dice = _Dice(seed)
     dtype, precision, rule = dice.pick(harness.KINDS[platform])
-    more: dict[str, Any] = {}
+    any_precision = dice.pick([None, None, "default", "high", "highest"])
+    if dtype != "float32" or platform == "cpu":
+        precision = any_precision
+    cotangents = dice.pick([("out",), ("out",), ("out", "lse"), ("out", "lse"), ("out", "lse"), ("lse",)])
+    more = dict(precision=precision, return_residual="lse" in cotangents or dice.chance(0.5))
     if dice.chance(0.12):
         more["implementation"] = "xla"
     if dice.chance(0.3):
         more["deterministic"] = dice.pick([True, False])
-    if dtype != "float32" or platform == "cpu":
-        precision = dice.pick([None, None, "default", "high", "highest"])
-    if precision is not None:
-        more["precision"] = precision
 
-    # Sizes. What there is too much of is taken from heads and batch, which tiles know nothing of.
+    case, has_batch, loop_sizes = _draw_sizes(dice, str(seed), platform)
+    options = _draw_options(dice, case, dtype, has_batch)
+    case = dataclasses.replace(case, options=tuple(options.items()))
+
+    floats = [name for name in ("q", "k", "v", "bias", "alibi", "sinks") if name in (*"qkv", *options)]
+    differentiated = [name for name in floats if name in "qkv" or dice.chance(0.8)]
+    if dice.chance(0.15):
+        differentiated = [name for name in floats if dice.chance(0.5)] or [dice.pick(floats)]
+
+    ndims = dict(q=3, k=3, v=3, dout=3, dlse=2)  # without a batch axis
+    ndims |= {name: len(options[name].axes) for name in ("bias", "mask") if name in options}
+    arguments = ["q", "k", "v", *(f"d{name}" for name in cotangents)]
+    for name, x in options.items():
+        if isinstance(x, Segments):
+            arguments += ["query_ids", "key_ids"] if x.has_two(case) else [name]
+        elif hasattr(x, "make"):
+            arguments.append(name)
+    loops = _draw_loops(dice, loop_sizes, arguments, ndims)
+    views, is_dense = {}, dice.chance(0.6)
+    for name in arguments:
+        if not is_dense and ndims.get(name, 0) > 1 and dice.chance(0.5):
+            kind = dice.pick(["transposed", "transposed", "reversed", "sliced", "strided"])
+            views[name] = View(kind, dice.pick(range(1, ndims[name])))
+    return RandomCase(
+        seed=seed,
+        case=case,
+        dtype=dtype,
+        rule=rule,
+        has_batch=has_batch,
+        more=more,
+        x64=dice.chance(0.05),
+        cotangents=cotangents,
+        differentiated=tuple(differentiated),
+        loops=loops,
+        checkpoint=dice.pick(list(POLICIES)) if dice.chance(0.15) else None,
+        is_jitted=dice.chance(0.9),
+        views=views,
+        poison=dice.chance(0.4),
+    )
+
+
+def _draw_sizes(dice: _Dice, name: str, platform: str) -> tuple[Case, bool, list[int]]:
+    """A case without options, whether it has a batch axis, and the sizes of the loops."""
     is_large = dice.chance(0.05)
-    t, s = (dice.pick(LONG if is_large and dice.chance(0.7) else LENGTHS) for _ in "TS")
+    lengths = [LENGTHS, LENGTHS, [x for x in LENGTHS if x > 90]]
+    t, s = (
+        dice.pick(LONG_LENGTHS if is_large and dice.chance(0.7) else dice.pick(lengths)) for _ in range(2)
+    )
     if dice.chance(0.15):
         s = t
     if dice.chance(0.1):
         t = 1
     if dice.chance(0.03):
         t, s = dice.pick([(0, s), (t, 0), (0, 0)])
-    sizes = [
+    batch, num_kv_heads, group = (
         dice.pick([1, 2, 3]),
         dice.pick([1, 1, 2, 3]),
         dice.pick([1, 1, 1, 2, 3, 4, 8]),
-    ]  # batch, keys', group
-    sizes += [dice.pick([1, 2, 3]) for _ in range(dice.pick([0, 0, 0, 1, 1, 2]))]  # of loops
-    while int(np.prod(sizes)) * t * s > (PAIRS_OF_LARGE if is_large else PAIRS) and max(sizes) > 1:
+    )
+    sizes = [
+        batch,
+        num_kv_heads,
+        group,
+        *(dice.pick([1, 2, 3]) for _ in range(dice.pick([0, 0, 0, 1, 1, 2]))),
+    ]
+    # What there is too much of is taken from these, which tiles know nothing of.
+    while t * s * math.prod(sizes) > (MANY_PAIRS if is_large else PAIRS) and max(sizes) > 1:
         sizes[sizes.index(max(sizes))] -= 1
     batch, num_kv_heads, group, *loop_sizes = sizes
-    num_heads = num_kv_heads * group
-    has_batch = batch > 1 or dice.chance(0.7)
-    head_dims = [dice.pick(HEAD_DIMS if dice.chance(0.8) else WIDE_HEAD_DIMS) for _ in range(2)]
+    h, hv = (dice.pick(HEAD_DIMS if dice.chance(0.8) else WIDE_HEAD_DIMS) for _ in range(2))
     if platform == "cuda":
-        head_dims = [min(x, 256) for x in head_dims]
-    h, hv = head_dims if dice.chance(0.4) else [head_dims[0]] * 2
+        h, hv = min(h, MAX_CUDA_HEAD_DIM), min(hv, MAX_CUDA_HEAD_DIM)
+    hv = hv if dice.chance(0.4) else h
+    magnitude = dice.pick([1.0] * 8 + [8.0, 30.0])
+    case = Case(name, batch, t, s, num_kv_heads * group, num_kv_heads, h, hv, (), magnitude)
+    return case, batch > 1 or dice.chance(0.7), loop_sizes
 
-    # Options: in some cases few, in some nearly all.
+
+def _draw_options(dice: _Dice, case: Case, dtype: str, has_batch: bool) -> dict[str, Any]:
+    """In some cases few, in some nearly all."""
     share = dice.pick([0.05, 0.15, 0.3, 0.3, 0.5, 0.9])
 
     def has() -> bool:
@@ -432,11 +456,11 @@ def draw(seed: int, platform: str) -> RandomCase:
             letters = letters[1:]
         return letters
 
-    per_batch = (batch,) if has_batch else dice.pick([(), (1,)])
+    per_batch = (case.batch,) if has_batch else dice.pick([(), (1,)])
     options: dict[str, Any] = {}
-    magnitude = dice.pick([1.0] * 8 + [8.0, 30.0])
     if has():
-        options["scale"] = dice.pick([1, 1, -1, 0]) * dice.number(0.2 / h**0.5, 2 / h**0.5)
+        sign, default = dice.pick([1, 1, -1, 0]), case.head_dim**-0.5
+        options["scale"] = sign * dice.number(0.2 * default, 2 * default)
     if dice.chance(0.4):
         options["is_causal"] = True
     if has():
@@ -456,70 +480,33 @@ def draw(seed: int, platform: str) -> RandomCase:
         else:
             options["bias"] = Bias(axes(), dice.pick([1.0, 1.0, 5.0]), float_dtype())
     if has() or ("is_causal" in options and dice.chance(0.3)):
-        # A huge one beside slopes would shift all logits: that costs the gradient its accuracy.
-        offset = Offsets(dice.pick([(), per_batch]), "alibi" not in options)
-        options["query_offset"] = offset
+        # A huge one beside slopes would shift all logits, which costs the gradient its accuracy.
+        may_be_huge = "alibi" not in options
+        options["query_offset"] = Offsets(dice.pick([(), per_batch]), may_be_huge)
         if dice.chance(0.3):
-            sides = Case("", seqlen_q=t, seqlen_kv=s)
-            options["query_offset"] = int(dataclasses.replace(offset, shape=()).make(sides, dice.rng, None))
+            options["query_offset"] = int(Offsets((), may_be_huge).make(case, dice.rng, None))
     if has():
         visible = dice.pick([0.0, 0.003, 0.05, 0.3, 0.5, 0.7, 0.95, 1.0])
         options["mask"] = Mask(axes(), visible, dice.pick([0, 0, 16, 32, 64, 64, 96, 128]))
     if has():
         ids = dice.rng.integers(-(2**31), 2**31, dice.pick([1, 2, 3, 6, 30])).tolist()
-        ids = dice.pick([ids, list(range(len(ids)))])
+        ids = dice.pick([ids, range(len(ids))])
         options["segment_ids"] = Segments(tuple(ids), dice.chance(0.7), dice.chance(0.5))
     if has():
         options["dropout_rate"] = dice.pick([0.05, 0.1, 0.25, 0.5, 0.9])
         options["dropout_seed"] = Seed()
-    case = Case(str(seed), batch, t, s, num_heads, num_kv_heads, h, hv, tuple(options.items()), magnitude)
+    return options
 
-    # What is differentiated, and around what.
-    cotangents = dice.pick([("out",), ("out",), ("out", "lse"), ("out", "lse"), ("out", "lse"), ("lse",)])
-    if cotangents == ("out",):
-        more["return_residual"] = dice.pick([True, False])
-    else:
-        more["return_residual"] = True
-    floats = [name for name in ("q", "k", "v", "bias", "alibi", "sinks") if name in (*"qkv", *options)]
-    differentiated = [name for name in floats if name in "qkv" or dice.chance(0.8)]
-    if dice.chance(0.15):
-        differentiated = [name for name in floats if dice.chance(0.5)] or [dice.pick(floats)]
-    arguments = [*"qkv", *(f"d{name}" for name in cotangents)]
-    for name, x in options.items():
-        if isinstance(x, Segments):
-            arguments += ["query_ids", "key_ids"] if x.pair or t != s else ["segment_ids"]
-        elif hasattr(x, "make"):
-            arguments.append(name)
 
-    # The loops: first those over gradients, whose cotangents may go along.
-    loops, num_gradients = [], int(dice.rng.integers(len(loop_sizes) + 1))
-    for i, size in enumerate(loop_sizes):
-        is_differentiated = i >= num_gradients
+def _draw_loops(
+    dice: _Dice, sizes: list[int], arguments: list[str], ndims: dict[str, int]
+) -> tuple[Loop, ...]:
+    loops, num_over_gradients = [], dice.pick(range(len(sizes) + 1))
+    for i, size in enumerate(sizes):
+        is_differentiated = i >= num_over_gradients
         kind = dice.pick(["vmap", "vmap", "scan"])
         names = [name for name in arguments if not (is_differentiated and name in ("dout", "dlse"))]
         names = [name for name in names if dice.chance(0.6)] or [dice.pick(names)]
-        ends = {name: (0, 1, 2, 3, -1) if name in ("q", "k", "v", "dout") else (0, -1) for name in names}
-        axes_of = {name: dice.pick(ends[name]) if kind == "vmap" else 0 for name in names}
-        loops.append(Loop(kind, size, axes_of, is_differentiated))
-    views = {}
-    if dice.chance(0.4):
-        kinds = ("transposed", "transposed", "reversed", "sliced", "strided")
-        views = {
-            name: View(dice.pick(kinds), dice.pick([1, 2])) for name in arguments[:4] if dice.chance(0.5)
-        }
-    return RandomCase(
-        seed=seed,
-        case=case,
-        dtype=dtype,
-        rule=rule,
-        has_batch=has_batch,
-        more=more,
-        x64=dice.chance(0.05),
-        cotangents=cotangents,
-        differentiated=tuple(differentiated),
-        loops=tuple(loops),
-        checkpoint=dice.pick(list(POLICIES)) if dice.chance(0.15) else None,
-        is_jitted=dice.chance(0.9),
-        views=views,
-        poison=dice.chance(0.4),
-    )
+        axes = {name: dice.pick([0, 0, -1, *range(ndims.get(name, 0))]) for name in names}
+        loops.append(Loop(kind, size, dict.fromkeys(names, 0) if kind == "scan" else axes, is_differentiated))
+    return tuple(loops)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import oracle
 import random_cases
-from cases import DTYPES
+from cases import DTYPES, Inputs
 from closeness import assert_close
 from random_cases import Loop, RandomCase
 
@@ -29,8 +29,8 @@ def pytest_generate_tests(metafunc):
 
 def test_is_close_to_exact(random_seed, platform):
     case = random_cases.draw(random_seed, platform)
-    print(case)  # pytest shows it where the test fails
     arguments = case.arguments()
+    print(case, *case.numbers(arguments), sep="\n")  # pytest shows it where the test fails
     given = to_loops(case, case.poisoned(arguments) if case.poison else arguments)
     given = {name: case.views[name].outer(x) if name in case.views else x for name, x in given.items()}
     uses_float64 = case.x64 or any(x.dtype == np.float64 for x in arguments.values())
@@ -128,7 +128,7 @@ def exact(case: RandomCase, arguments: Arrays, naive: str | None = None) -> Arra
     turns: dict[str, list[np.ndarray]] = {}
     for turn in case.turns(arguments):
         options = case.oracle_options(turn)
-        inputs = [turn.get(name) for name in ("q", "k", "v", "dout", "dlse")]
+        inputs = [turn.get(name) for name in Inputs._fields]
         if not case.has_batch:
             inputs = [x if x is None else x[None] for x in inputs]
         if inputs[3] is None:
@@ -174,6 +174,7 @@ def check(case: RandomCase, arguments: Arrays, got: Arrays) -> None:
             harness.rows(want) if is_operand else want,
             rule,
             num_keys=case.num_terms(name),
+            cancelling=case.cancelling(name, arguments),
             naive=harness.rows(naive) if is_operand and naive is not None else naive,
             name=name if name in ("out", "lse") else f"gradient of {name}",
         )
