@@ -15,7 +15,7 @@ float32 and float64 have one bound: max e <= c sqrt(S) max(1, max|want|), with c
 A gradient through ds = p (dp - delta) has what rounding leaves where dp and delta cancel: small beside these, and not
 beside a result that is small or 0, as where a query sees one key. A test that meets such rows says how large the
 terms were; u/4 (float32 and float64: c) of that are then added to the last two limits and to the one bound, and to all
-where there are fewer than 32 numbers, of which the baseline's errors may all be small by chance.
+where the terms are so few that the baseline's errors may all be small by chance.
 """
 
 from typing import Any
@@ -28,7 +28,14 @@ _ABSOLUTE = 1e-6
 
 
 def faults(
-    got: Any, want: Any, kind: str, *, num_keys: int, naive: Any = None, cancelling: float = 0.0
+    got: Any,
+    want: Any,
+    kind: str,
+    *,
+    num_keys: int,
+    naive: Any = None,
+    cancelling: float = 0.0,
+    few: bool = False,
 ) -> list[str]:
     """The parts of the rule that `got` breaks, as sentences; empty if it is close.
 
@@ -39,6 +46,7 @@ def faults(
         num_keys: S, the number of keys.
         naive: the baseline; needed for the kinds in UNIT_ROUNDOFF.
         cancelling: of a gradient through ds, the largest |dout_i| |v_j|, times what ds is multiplied by.
+        few: whether that gradient has few numbers, or is made of few rows of ds.
     """
     got, want = np.asarray(got).astype(np.float64), np.asarray(want, np.float64)
     if got.shape != want.shape:
@@ -63,7 +71,7 @@ def faults(
         u = UNIT_ROUNDOFF[kind]
         naive = np.where(finite & np.isfinite(naive), naive, want)
         error_naive = np.abs(naive - want)
-        absolute = _ABSOLUTE + (u / 4 * cancelling if want.size < 32 else 0.0)
+        absolute = _ABSOLUTE + (u / 4 * cancelling if few else 0.0)
         limits = {
             "max error": (error.max(), max(2 * error_naive.max(), 2 * u * np.abs(want).max()) + absolute),
             "rms error": (_rms(error), max(1.5 * _rms(error_naive), 2 * u * _rms(want)) + absolute),
@@ -91,10 +99,11 @@ def assert_close(
     num_keys: int,
     naive: Any = None,
     cancelling: float = 0.0,
+    few: bool = False,
     name: str = "result",
 ) -> None:
     """Fail with every part of the rule that `got` breaks."""
-    broken = faults(got, want, kind, num_keys=num_keys, naive=naive, cancelling=cancelling)
+    broken = faults(got, want, kind, num_keys=num_keys, naive=naive, cancelling=cancelling, few=few)
     assert not broken, f"{name} is not close in {kind}:\n  " + "\n  ".join(broken)
 
 

@@ -370,8 +370,10 @@ def draw(seed: int, platform: str) -> RandomCase:
     magnitude = dice.pick([1.0] * 8 + [8.0, 30.0])
     if "scale" in options or case.head_dim > 128:
         magnitude = min(magnitude, 8.0)  # float32 is not exact enough for logits of some hundreds
-    if "query_seq_lengths" in options or case.seqlen_q < 32:
-        magnitude = 1.0  # in few rows the errors of 16-bit arithmetic may all be small by chance
+    if "query_seq_lengths" in options or min(case.seqlen_q, case.seqlen_kv) < 64:
+        magnitude = (
+            1.0  # nor where there are few keys; in few rows the errors of 16 bits may all be small by chance
+        )
     case = dataclasses.replace(case, options=tuple(options.items()), magnitude=magnitude)
 
     floats = [name for name in ("q", "k", "v", "bias", "alibi", "sinks") if name in (*"qkv", *options)]

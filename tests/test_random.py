@@ -156,6 +156,7 @@ def _summed(case: RandomCase, name: str, x: np.ndarray, arithmetic: oracle.Arith
 def check(case: RandomCase, arguments: Arrays, got: Arrays) -> None:
     """Hold results and gradients against the exact ones, by the closeness rule."""
     exact_in = functools.cache(functools.partial(exact, case, arguments))
+    num_rows = exact_in()["out"].any(-1).sum()  # that see a key
     for name, x in got.items():
         rule, like = case.rule, case.dtype
         if name == "lse":
@@ -177,6 +178,7 @@ def check(case: RandomCase, arguments: Arrays, got: Arrays) -> None:
             rule,
             num_keys=case.num_terms(name),
             cancelling=case.cancelling(name, arguments),
+            few=min(x.size, num_rows) < 32,
             naive=harness.rows(naive) if is_operand and naive is not None else naive,
             name=name if name in ("out", "lse") else f"gradient of {name}",
         )
