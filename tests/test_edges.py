@@ -191,6 +191,102 @@ def test_one_logit_far_above_the_others(platform):
     np.testing.assert_allclose(out[0, 5], v[0, 37], rtol=1e-6)
 
 
+# How far from 0 a logit may be, and the relative error of its exponential. In TF32 small parts of a weight are lost
+# before the weight is.
+EXPONENTIALS = {
+    "cpu": [("float32", 87.0, 1e-6), ("float64", 708.0, 1e-14)],
+    "cuda": [("float32", 50.0, 1e-4)],
+}
+
+
+@pytest.mark.parametrize("kind", range(2))
+def test_exponential_over_its_whole_range(kind, platform):
+    """Of two keys with logits 0 and -x, the second weighs exp(-x) / (1 + exp(-x)): however little, not nothing."""
+    if kind >= len(EXPONENTIALS[platform]):
+        pytest.skip("the CUDA kernels have no float64")
+    dtype, largest, tolerance = EXPONENTIALS[platform][kind]
+    with harness.x64(dtype):
+        x = np.linspace(0, largest, 4001).astype(dtype)
+        q = x.reshape(1, -1, 1, 1)
+        k, v = (np.array(pair, dtype).reshape(1, 2, 1, 1) for pair in ((0, -1), (0, 1)))
+        out, lse = jax_flash.flash_attention(q, k, v, scale=1.0, precision="highest", return_residual=True)
+    weight = np.exp(-x.astype(np.float64))
+    np.testing.assert_allclose(out[0, :, 0, 0], weight / (1 + weight), rtol=tolerance)
+    np.testing.assert_allclose(lse[0, :, 0], np.log1p(weight), atol=tolerance)
+
+
+def test_hyperbolic_tangent_over_its_whole_range(platform):
+    """The log-sum-exp of a single key is its logit, which the cap has been through."""
+    x = np.concatenate([np.linspace(-25, 25, 2001), [-1e4, 0, 1e-3, 1e4]]).astype(np.float32)
+    k = np.ones((1, 1, 1, 1), np.float32)
+    q, cap = x.reshape(1, -1, 1, 1), 8.0
+    lse = jax_flash.flash_attention(
+        q, k, k, scale=1.0, logits_soft_cap=cap, precision="highest", return_residual=True
+    )[1]
+    want = cap * np.tanh(x.astype(np.float64) / cap)
+    np.testing.assert_allclose(lse[0, :, 0], want, rtol=2e-6, atol=2e-6)
+
+
+def test_a_weight_below_all_numbers_is_0(platform):
+    q, k, v = (np.array(x, np.float32).reshape(1, -1, 1, 1) for x in (1, (0, -200), (0, 1)))
+    out, lse = jax_flash.flash_attention(q, k, v, scale=1.0, return_residual=True)
+    np.testing.assert_array_equal(out, 0.0)
+    np.testing.assert_array_equal(lse, 0.0)
+
+
+def patterns(dtype: str, first: int, end: int) -> np.ndarray:
+    """The numbers of a 16-bit type whose bits are first, first + 1, ... as unsigned integers."""
+    return np.arange(first, end, dtype=np.uint16).view(DTYPES[dtype])
+
+
+# The bits of the smallest and the largest numbers whose neighbours' sums are normal and finite in float32.
+SUMMED = {"bfloat16": (0x0100, 0x7E00), "float16": (0x0000, 0x7BFF)}
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("dtype", SUMMED)
+def test_every_tie_is_rounded_to_even(dtype, sign):
+    """On the CPU, which converts in integers: means of all neighbours, exact in float32, and of what lies beside.
+
+    With keys of 0 the output is the mean of four values: of the lower neighbour and the upper one 3 and 1, 2 and 2, or
+    1 and 3.
+    """
+    first, end = SUMMED[dtype]
+    lower, upper = patterns(dtype, first, end), patterns(dtype, first + 1, end + 1)
+    even = np.where(lower.view(np.uint16) % 2 == 0, lower, upper)
+    means = {(3, 1): lower, (2, 2): even, (1, 3): upper}
+    v = np.stack([np.stack([lower] * low + [upper] * up) for low, up in means])  # [3, 4 keys, numbers]
+    zeros = np.zeros((3, 4, 1, 1), v.dtype)
+    out = jax_flash.flash_attention(zeros[:, :1], zeros, (sign * v)[:, :, None].astype(v.dtype))
+    for got, want in zip(np.asarray(out)[:, 0, 0], means.values(), strict=True):
+        np.testing.assert_array_equal(got, (sign * want).astype(v.dtype))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest", "half_a_step"),
+    [("float16", 65504.0, 16.0), ("bfloat16", (2 - 2.0**-7) * 2.0**127, 2.0**119)],
+)
+def test_what_is_rounded_to_infinity(dtype, largest, half_a_step):
+    """From half a step beyond the largest number on. One key's dv is the sum of dout over the queries, here two."""
+    zeros = np.zeros((2, 2, 1, 1), DTYPES[dtype])
+    dout = np.array([[largest, half_a_step * (1 - 2.0**-7)], [largest, half_a_step]]).astype(zeros.dtype)
+    for sign in (1, -1):
+        _, vjp = jax.vjp(lambda v: jax_flash.flash_attention(zeros, zeros[:, :1], v), zeros[:, :1])
+        (dv,) = vjp(jnp.asarray((sign * dout).astype(zeros.dtype).reshape(2, 2, 1, 1)))
+        np.testing.assert_array_equal(
+            np.asarray(dv, np.float32).ravel(), np.float32([sign * largest, sign * np.inf])
+        )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_nan_of_every_kind_stays_one(dtype):
+    """Also those whose rounding would carry into the sign or end as infinity."""
+    first = {"bfloat16": 0x7F81, "float16": 0x7C01}[dtype]
+    v = np.concatenate([patterns(dtype, first, 0x8000), patterns(dtype, first + 0x8000, 0x10000)])
+    zeros = np.zeros((1, 1, 1, 1), v.dtype)
+    assert np.isnan(np.asarray(jax_flash.flash_attention(zeros, zeros, v[None, None, None]))).all()
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.0])
 def test_scale_0_is_the_mean(scale, platform):
     q, k, v = (random(1, 33, 1, 8, seed=seed) for seed in range(3))

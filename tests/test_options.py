@@ -112,6 +112,59 @@ def test_names_of_a_precision(same):
     assert len(texts) == 1
 
 
+# What each algorithm is worth to a float32 product: 0 where its operands are rounded once, to 11 bits or fewer; 1 where
+# three products of two parts keep 16 bits or more; 2 where nearly all 24 are kept.
+ALGORITHMS = {
+    "DEFAULT": 0,
+    "ANY_F8_ANY_F8_F32": 0,
+    "ANY_F8_ANY_F8_F32_FAST_ACCUM": 0,
+    "ANY_F8_ANY_F8_ANY": 0,
+    "ANY_F8_ANY_F8_ANY_FAST_ACCUM": 0,
+    "F16_F16_F16": 0,
+    "F16_F16_F32": 0,
+    "BF16_BF16_BF16": 0,
+    "BF16_BF16_F32": 0,
+    "BF16_BF16_F32_X3": 1,
+    "BF16_BF16_F32_X6": 2,
+    "BF16_BF16_F32_X9": 2,
+    "TF32_TF32_F32": 0,
+    "TF32_TF32_F32_X3": 1,
+    "F32_F32_F32": 2,
+    "F64_F64_F64": 2,
+}
+
+
+def level_of(precision) -> int:
+    return AttentionOptions.resolve(64, precision=precision).precision
+
+
+@pytest.mark.parametrize("name", jax.lax.DotAlgorithmPreset.__members__)
+def test_what_an_algorithm_is_worth(name):
+    """As a preset, and by its name."""
+    assert level_of(jax.lax.DotAlgorithmPreset[name]) == level_of(name) == ALGORITHMS[name]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "products", "level"),
+    [
+        (np.float16, 1, 0),
+        (jnp.bfloat16, 3, 1),
+        (jnp.bfloat16, 6, 2),
+        (jnp.bfloat16, 9, 2),
+        (np.float32, 1, 2),
+        (np.float64, 1, 2),
+    ],
+)
+def test_what_an_algorithm_in_parts_is_worth(dtype, products, level):
+    algorithm = jax.lax.DotAlgorithm(dtype, dtype, np.float32, num_primitive_operations=products)
+    assert level_of(algorithm) == level
+
+
+@pytest.mark.parametrize("pair", [("default", "highest"), ("highest", "default"), ("high", "highest")])
+def test_the_more_exact_of_a_pair_counts(pair):
+    assert level_of(pair) == 2
+
+
 def test_return_residual_gives_lse_too(platform):
     out, lse = jax_flash.flash_attention(*qkv(), return_residual=True)
     assert lse.shape == (2, 12, 2)

@@ -483,6 +483,27 @@ def test_explicit_sharding():
     assert_gradients_close(gradients, want)
 
 
+@pytest.mark.parametrize(
+    "spec", [P("batch"), P("batch", None, "heads"), P(("batch", "heads")), P(None, None, "heads")], ids=str
+)
+def test_shards_of_different_sizes(spec):
+    """A constraint inside of jit may ask for them; what XLA pads them with is in no sum."""
+    mesh = mesh_of((2, 4))
+    args, bias = qkv(3, t=9, n=6, k=3), random(6, 9, 9, seed=4)
+    shift = [random(*x.shape[1:], seed=5) for x in args]  # so that the padding is not 0
+
+    def gradients(place, *args):
+        def f(q, k, v, bias):
+            q, k, v = (place(x) + more for x, more in zip((q, k, v), shift, strict=True))
+            return loss(q, k, v, bias=bias)
+
+        return jax.jit(jax.grad(f, (*ALL, 3)))(*args)
+
+    got = gradients(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)), *args, bias)
+    for a, b in zip(got, gradients(lambda x: x, *args, bias), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(("shape", "spec", "spec_kv"), MESHES.values(), ids=MESHES.keys())
 def test_shard_map(shape, spec, spec_kv):
     mesh = mesh_of(shape)
@@ -769,6 +790,20 @@ def test_lowering_for_cuda_refuses_what_it_cannot_do():
         lower_for_cuda(attention, 257)
     with harness.x64("float64"), pytest.raises(NotImplementedError, match=r'float64.*implementation="xla"'):
         lower_for_cuda(attention, 8, jnp.float64)
+
+
+@BUILT_FOR_CUDA
+def test_results_on_cuda_stand_behind_a_barrier():
+    """Else XLA may run a kernel twice, once straight into what a scan stacks: it looks at what uses the call itself."""
+    x, bias = jnp.zeros((1, 4, 1, 64), jnp.bfloat16), jnp.zeros((1, 4, 4))
+    gradient = jax.grad(lambda q, k, v, bias: attention(q, k, v, bias).astype(jnp.float32).sum(), (*ALL, 3))
+    text = jax.jit(gradient).trace(x, x, x, bias).lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"(%\w+)(?::\d+)? = stablehlo.custom_call @jax_flash_(\w+)\(", text)
+    assert sorted(target for _, target in calls) == ["backward", "backward_bias", "forward"]
+    for result, _ in calls:
+        users = [line for line in text.splitlines() if re.search(rf"= .*{result}\b", line)]
+        assert users
+        assert all("stablehlo.optimization_barrier" in line for line in users), users
 
 
 @BUILT_FOR_CUDA
