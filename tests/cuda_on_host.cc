@@ -1,0 +1,171 @@
+// The parts of cuda/ that are plain arithmetic, compiled for the host: masks and tile sizes, held against
+// their definitions, pair by pair. Prints what is wrong and returns how much is. See test_cuda_on_host.py.
+#include <cstdint>
+#include <cstdio>
+#include <random>
+
+#define __device__
+#define __host__
+#define __forceinline__ inline
+
+namespace jax_flash::cuda {
+template <class T>
+constexpr T min(T a, T b) {
+  return b < a ? b : a;
+}
+template <class T>
+constexpr T max(T a, T b) {
+  return a < b ? b : a;
+}
+}  // namespace jax_flash::cuda
+
+#include "mask.cuh"
+#include "tiles.h"
+
+namespace {
+
+int failures = 0;
+
+// The condition is followed by a format and numbers that say where.
+#define EXPECT(condition, ...)                   \
+  do {                                           \
+    if (!(condition) && ++failures <= 10) {      \
+      std::printf("not true: %s: ", #condition); \
+      std::printf(__VA_ARGS__);                  \
+      std::printf("\n");                         \
+    }                                            \
+  } while (false)
+
+using jax_flash::cuda::KeyBlocks;
+using jax_flash::cuda::Mask;
+
+constexpr int kBlock = 4;
+
+// A random mask of few rows and keys, and what it is by definition.
+struct Case {
+  jax_flash::AttentionParams params = {};
+  int32_t q_length, kv_length, offset;
+
+  explicit Case(std::mt19937& random) {
+    const auto below = [&](int limit) { return static_cast<int>(random() % limit); };
+    params.batch = 1;
+    params.seqlen_q = 1 + below(20), params.seqlen_kv = 1 + below(24);
+    params.options.is_causal = below(2);
+    params.options.window_left = below(3) ? -1 : below(12);
+    params.options.window_right = below(3) ? -1 : below(12);
+    if (below(10) == 0) params.options.window_left = (int64_t{1} << 31) - 1;
+    q_length = below(30) - 4, kv_length = below(34) - 4, offset = below(60) - 30;
+    if (below(10) == 0) offset = below(2) ? INT32_MAX : INT32_MIN;
+    if (below(2)) params.query_seq_lengths = &q_length;
+    if (below(2)) params.key_value_seq_lengths = &kv_length;
+    if (below(2)) params.query_offset = &offset;
+  }
+  Case(const Case&) = delete;
+
+  bool sees(int64_t row, int64_t key) const {
+    const int64_t left = params.options.window_left, right = params.options.window_right;
+    const int64_t distance = key - row - (params.query_offset ? offset : 0);
+    return 0 <= row && row < params.seqlen_q && 0 <= key && key < params.seqlen_kv &&
+           (!params.query_seq_lengths || row < q_length) &&
+           (!params.key_value_seq_lengths || key < kv_length) &&
+           (!params.options.is_causal || distance <= 0) && (left < 0 || -left <= distance) &&
+           (right < 0 || distance <= right);
+  }
+  // How many pairs of these rows and keys are visible?
+  int count(int row, int rows, int key, int keys) const {
+    int pairs = 0;
+    for (int i = row; i < row + rows; ++i) {
+      for (int j = key; j < key + keys; ++j) pairs += sees(i, j);
+    }
+    return pairs;
+  }
+};
+
+void check_mask(const Case& one) {
+  const Mask mask(one.params, 0);
+  const int T = static_cast<int>(one.params.seqlen_q), S = static_cast<int>(one.params.seqlen_kv);
+  int64_t most = 0;
+  for (int row = 0; row < T; ++row) {
+    for (int key = 0; key < S; ++key) {
+      const bool sees = one.sees(row, key);
+      EXPECT(sees == (mask.first_key(row) <= key && key <= mask.last_key(row)), "row %d, key %d", row, key);
+      if (key < mask.kv_length) {
+        EXPECT(sees == (mask.first_query(key) <= row && row <= mask.last_query(key)), "row %d, key %d", row,
+               key);
+      }
+    }
+    most = std::max<int64_t>(most, one.count(row, 1, 0, S));
+  }
+  EXPECT(most <= jax_flash::cuda::most_keys(one.params), "%d", static_cast<int>(most));
+  if (jax_flash::cuda::is_full(one.params)) EXPECT(one.count(0, T, 0, S) == T * S, "%d, %d", T, S);
+  if (jax_flash::cuda::is_triangle(one.params)) EXPECT(T == S && most == S && one.sees(0, 0), "%d, %d", T, S);
+
+  for (int row = 0; row < T; row += 3) {
+    for (int rows : {1, 3, 8}) {
+      const KeyBlocks blocks = mask.key_blocks<kBlock>(row, rows);
+      int begin = -1, end = -1;  // of the blocks of which something is visible
+      for (int block = 0; block * kBlock < S + kBlock; ++block) {
+        const int pairs = one.count(row, rows, block * kBlock, kBlock);
+        if (pairs && begin < 0) begin = block;
+        if (pairs) end = block + 1;
+        EXPECT(blocks.is_whole(block) == (pairs == rows * kBlock), "rows %d + %d, block %d", row, rows,
+               block);
+        EXPECT(mask.covers(row, rows, block * kBlock, kBlock) == (pairs == rows * kBlock), "rows %d + %d",
+               row, rows);
+        const bool hides = mask.hides(row, rows, block * kBlock, kBlock);
+        EXPECT(!hides || !pairs, "rows %d + %d, block %d", row, rows, block);
+        // Only where all of the block is there.
+        if (row + rows <= mask.q_length && (block + 1) * kBlock <= mask.kv_length) {
+          EXPECT(hides || pairs, "rows %d + %d, block %d", row, rows, block);
+        }
+      }
+      if (end >= 0) EXPECT(blocks.begin == begin && blocks.end == end, "rows %d + %d", row, rows);
+    }
+  }
+}
+
+void check_tiles() {
+  namespace sm80 = jax_flash::cuda::sm80;
+  namespace sm90 = jax_flash::cuda::sm90;
+  for (int head_dim : {64, 128, 256}) {
+    for (int bytes : {2, 4}) {
+      const sm80::ForwardTile forward = sm80::forward_tile(bytes, head_dim);
+      EXPECT((forward.block_m + forward.stages * forward.block_n) * head_dim * bytes <= 99 * 1024, "%d, %d",
+             bytes, head_dim);
+      EXPECT(forward.block_m % (16 * forward.warps) == 0, "%d, %d", bytes, head_dim);
+      for (const auto& tile :
+           {sm80::backward_tile(bytes, head_dim), sm80::backward_compact_tile(bytes, head_dim)}) {
+        EXPECT(tile.block_m % (16 * tile.score_warps_m) == 0 && tile.block_n % (16 * tile.dkv_warps_n) == 0 &&
+                   tile.block_m % (16 * tile.dq_warps_m) == 0,
+               "%d, %d", bytes, head_dim);
+      }
+      const sm80::BackwardDqTile dq = sm80::backward_dq_tile(bytes, head_dim);
+      EXPECT((2 * dq.block_m + 2 * dq.stages * dq.block_n) * head_dim * bytes <= 99 * 1024, "%d, %d", bytes,
+             head_dim);
+    }
+    // A list of visible blocks has blocks of 64 keys.
+    EXPECT(sm90::general_forward_tile(head_dim).block_n == 64, "%d", head_dim);
+    for (int64_t keys : {64, 8191, 8192, 1 << 20}) {
+      EXPECT(!sm90::is_long(head_dim, keys, false) || keys >= 8192, "%d", head_dim);
+    }
+    for (bool is_long : {false, true}) {
+      const sm90::ForwardTile tile = sm90::forward_tile(head_dim, is_long);
+      const int columns = tile.out_columns;
+      EXPECT((64 * tile.consumers * tile.q_stages + 2 * tile.stages * tile.block_n) * head_dim * 2 +
+                     64 * tile.consumers * columns * 2 <=
+                 227 * 1024,
+             "%d", head_dim);
+      EXPECT(tile.block_n % 16 == 0 && (columns == 0 || head_dim % columns == 0), "%d", head_dim);
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  std::mt19937 random(0);
+  for (int i = 0; i < 3000; ++i) check_mask(Case(random));
+  check_tiles();
+  std::printf("%d failures\n", failures);
+  return failures != 0;
+}
