@@ -81,7 +81,8 @@ INLINE Vec<T> Exp(Vec<T> x) {
   using C = ExpConstants<T>;
   Vec<T> power, fraction;
   SplitExp<T>(x, power, fraction);
-  Vec<T> y = fraction * power + power;
+  // Not fraction * power + power: XLA flushes denormal numbers to 0, which the first product may be.
+  Vec<T> y = (fraction + T(1)) * power;
   y = x < C::kMin ? Vec<T>{} : y;
   return x > C::kMax ? Broadcast(std::numeric_limits<T>::infinity()) : y;
 }
