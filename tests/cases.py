@@ -183,6 +183,7 @@ CASES = [
         "lengths", t=130, s=140, query_seq_lengths=(65, 127), key_value_seq_lengths=(99, 63), is_causal=True
     ),
     _case("lengths beyond", query_seq_lengths=(1000, -5), key_value_seq_lengths=(-1, 81)),
+    _case("lengths beyond both", t=70, query_seq_lengths=(1000, 71), key_value_seq_lengths=(81, 1000)),
     _case("sinks", n=4, k=2, sinks=(0.5, -1.0, 3.0, -20.0)),
     _case("sinks above all logits", n=2, sinks=(12.0, 9.0)),
     _case("sinks, rows without keys", t=200, s=65, is_causal=True, query_offset=-65, sinks=(1.0, -2.0)),

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tomllib
+import types
 import zipfile
 import zlib
 
@@ -18,6 +19,7 @@ import pytest
 from harness import LIBRARY
 
 import jax_flash
+from jax_flash import _ffi
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -82,6 +84,36 @@ def test_build_info():
         assert {"forward", "backward"} <= directions
     else:
         assert (info["nvcc"], info["archs"], info["kernels"]) == ("", "", [])
+
+
+@pytest.mark.parametrize(
+    ("runtime", "is_accepted"),
+    [((0, 0), True), ((0, 1), True), ((0, -1), False), ((1, 0), False), (None, True)],
+    ids=["same", "newer minor", "older minor", "another major", "unknown"],
+)
+def test_library_of_another_ffi_is_refused(runtime, is_accepted, monkeypatch):
+    """Relative to that of the library: a jaxlib runs what was built for an older minor version of its own."""
+    major, minor = map(int, jax_flash.build_info()["ffi_version"].split("."))
+    version = None if runtime is None else (major + runtime[0], minor + runtime[1])
+    monkeypatch.setattr(_ffi, "_runtime_ffi_version", lambda: version)
+    if is_accepted:
+        _ffi._check_ffi_version()
+    else:
+        with pytest.raises(ImportError, match="jax_flash was built for XLA FFI"):
+            _ffi._check_ffi_version()
+
+
+@pytest.mark.skipif(not jax_flash.build_info()["cuda"], reason="the library was built without CUDA")
+def test_gpu_older_than_the_kernels_is_refused(monkeypatch):
+    gpus = []
+    monkeypatch.setattr(_ffi, "local_gpus", lambda: gpus)
+    oldest = min(int(arch) for arch in jax_flash.build_info()["archs"].split(";"))
+    for capability in (oldest, oldest + 40):  # a newer one compiles the PTX
+        gpus[:] = [types.SimpleNamespace(device_kind="a GPU", compute_capability=str(capability / 10))]
+        _ffi.check_gpu_kernels()
+    gpus.append(types.SimpleNamespace(device_kind="an old GPU", compute_capability="7.5"))
+    with pytest.raises(NotImplementedError, match=r"an old GPU has compute capability 7\.5"):
+        _ffi.check_gpu_kernels()
 
 
 def test_wheel_size():

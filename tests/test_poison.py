@@ -366,6 +366,20 @@ def test_keys_that_no_row_sees_change_nothing(by, dtype, platform):
         assert not x[:, HALF:].any()
 
 
+@pytest.mark.parametrize("poison", FLOATS, ids=str)
+@pytest.mark.parametrize("kind", range(4))
+def test_rows_that_see_no_key_do_not_leak(kind, poison):
+    """On the CPU: what their queries and cotangents hold is part of no gradient."""
+    dtype, precision, _ = harness.KINDS["cpu"][kind]
+    f = forward_and_backward(dict(deterministic=True, precision=precision, is_causal=True, query_offset=-30))
+    clean = arrays(dtype)
+    poisoned = [x.copy() for x in clean]
+    for i in (0, 3, 4):
+        poisoned[i][:, :30] = poison
+    with harness.x64(dtype):
+        assert_same_bits(f(*poisoned, {}), f(*clean, {}))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("axes", ["BNTS", "1NTS", "B11S", "1N11"])
 def test_memory_of_the_gradient_of_a_bias_is_not_read_before_it_is_written(axes, dtype, platform):
