@@ -1,0 +1,778 @@
+"""Plants faults, one at a time, in a copy of the checkout, and sees whether the tests that should find them do.
+
+    python tests/planted_faults.py                 # all of them: build, tests without a fault, then each fault
+    python tests/planted_faults.py --only NAME     # those with NAME in their name or file
+    python tests/planted_faults.py --list          # what there is, with what is replaced
+    python tests/planted_faults.py --table         # the table of docs/testing.md
+
+pytest does not collect this. It needs a C++ compiler, CMake, and the package installed for the Python that runs: a copy
+is compiled, without CUDA. Faults in CUDA code are those that show on a machine without a GPU. The copy and its
+build folder stay in build/planted_faults, so that another run compiles only what has changed.
+
+A fault counts as caught if a test named beside it fails, if it no longer compiles or imports, or if the tests crash or
+hang. The list is for the person who changes a test or adds a feature: what would a reviewer plant there?
+"""
+
+import argparse
+import importlib.metadata
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+from xml.etree import ElementTree as ET
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "build" / "planted_faults"
+_LONGEST = 90  # seconds that a fault's tests may take: it may be one that makes them hang
+
+
+class Fault(NamedTuple):
+    """One row of the table."""
+
+    name: str  # what is wrong
+    file: str
+    text: str  # stands in the file exactly once
+    replacement: str
+    tests: tuple[str, ...]  # node ids, from tests/ on, of which one must fail
+
+
+# By file: what is wrong, the text, what takes its place, and the tests that must see it.
+# fmt: off
+_TABLE: dict[str, list[tuple[str, ...]]] = {
+    # ---- Python -------------------------------------------------------------------------------------------------
+    "jax_flash/_options.py": [
+        ("three products of TF32 count as one",
+         '"TF32_TF32_F32_X3": 1,', '"TF32_TF32_F32_X3": 0,',
+         "test_options.py::test_what_an_algorithm_is_worth"),
+        ("six products count as three",
+         "return 2 if products >= 6 else", "return 2 if products > 6 else",
+         "test_options.py::test_what_an_algorithm_in_parts_is_worth"),
+        ("of a pair of precisions the less exact counts",
+         "return max(_precision_level(part)", "return min(_precision_level(part)",
+         "test_options.py::test_the_more_exact_of_a_pair_counts"),
+        ("the sides of a window are swapped",
+         "return left, right", "return right, left",
+         "test_masks.py::test_every_option[cpu-window left-bfloat16]"),
+        ("the default scale is 1 / H",
+         "scale=1 / math.sqrt(head_dim) if", "scale=1 / head_dim if",
+         "test_forward.py::test_is_close_to_exact[cpu-full-2]"),
+        ("a dropout rate of 1 is accepted",
+         "if not 0 <= rate < 1:", "if not 0 <= rate <= 1:",
+         "test_errors.py::test_bad_call[dropout of all]"),
+        ("an infinite scale is accepted",
+         "if not math.isfinite(value):", "if math.isnan(value):",
+         "test_errors.py::test_bad_call[scale is infinite]"),
+        ("a cap of 0 is accepted",
+         "if cap <= 0:", "if cap < 0:",
+         "test_errors.py::test_bad_call[cap 0]"),
+        ("a wrong type is a ValueError",
+         'raise TypeError(f"{name} must be a bool, got', 'raise ValueError(f"{name} must be a bool, got',
+         "test_errors.py::test_bad_call[is_causal is an int]"),
+    ],
+    "jax_flash/_support.py": [
+        ("a key of another batch size is accepted",
+         "if x.shape[:-3] != query.shape[:-3]:", "if len(x.shape) != len(query.shape):",
+         "test_errors.py::test_bad_call[other batch in key]"),
+        ("a value of another length is accepted",
+         "if value.shape[-3] != key.shape[-3]:", "if value.shape[-3] < key.shape[-3]:",
+         "test_errors.py::test_bad_call[other length in value]"),
+        ("heads that do not divide are accepted",
+         "if num_heads % num_kv_heads if num_kv_heads else num_heads:", "if num_heads and not num_kv_heads:",
+         "test_errors.py::test_bad_call[heads not a multiple]"),
+        ("an offset of 2^31 is accepted",
+         "if not -(2**31) <= number < 2**31:", "if not -(2**31) <= number <= 2**31:",
+         "test_errors.py::test_bad_call[offset beyond int32]"),
+        ("ids of the keys are held against the queries",
+         "for ids, x in zip(pair, (query, key), strict=True):", "for ids, x in zip(pair, (query, query), strict=True):",
+         "test_forward.py::test_is_close_to_exact[cpu-segments of queries and keys-2]"),
+        ("several PRNG keys are accepted",
+         "if rng.ndim != (0 if is_key else 1):", "if rng.ndim > 1:",
+         "test_errors.py::test_bad_call[several keys]"),
+        ("float64 is lowered for CUDA",
+         "if dtype == jnp.float64:", "if dtype == jnp.complex128:",
+         "test_transforms.py::test_lowering_for_cuda_refuses_what_it_cannot_do"),
+    ],
+    "jax_flash/_attention.py": [
+        ("the cotangent of lse is ignored",
+         "dout, dlse = cotangents", "dout, dlse = cotangents[0], None",
+         "test_backward.py::test_with_the_gradient_of_lse_alone[cpu]"),
+        ("the gradient of the sinks ignores that of lse",
+         "delta -= dlse", "pass",
+         "test_sinks.py::test_gradient_is_close_to_exact[cpu-sinks-2]"),
+        ("the gradient of the sinks has the other sign",
+         "return -jnp.sum(jnp.where(lse == -jnp.inf,", "return jnp.sum(jnp.where(lse == -jnp.inf,",
+         "test_sinks.py::test_gradient_is_close_to_exact[cpu-sinks-2]"),
+        ("the gradient of the sinks counts rows beyond the lengths",
+         "_of_existing_rows(dout, operands).astype(", "dout.astype(",
+         "test_sinks.py::test_gradient_is_close_to_exact[cpu-sinks, lengths-2]"),
+        ("lse is checkpointed under the name of out",
+         'checkpoint_name(lse, "flash_attention_lse")', 'checkpoint_name(lse, "flash_attention_out")',
+         "test_transforms.py::test_checkpoint[cpu-out]"),
+        ("replicated operands do not vary in shard_map",
+         "missing = tuple(axes - _varying_axes(x))", "missing = ()",
+         "test_sinks.py::test_shard_map_sums_the_gradient_of_replicated_sinks"),
+        ("lse keeps a batch axis that the call has not",
+         "jax.tree.map(lambda x: x[0], results)", "jax.tree.map(lambda x: x[0] if x.ndim > 3 else x, results)",
+         "test_forward.py::test_without_a_batch_axis[cpu-full]"),
+        ("dq and dk without an array's scale",
+         "dq, dk = ((factor * x.astype(factor.dtype)).astype(x.dtype) for x in (dq, dk))", "pass",
+         "test_scale.py::test_gradient_check"),
+        ("the gradient of a scale reads queries beyond the lengths",
+         "products = _of_existing_rows(query, operands).astype(dtype)", "products = query.astype(dtype)",
+         "test_scale.py::test_nan_beyond_the_lengths_does_not_reach_the_gradient[cpu]"),
+    ],
+    "jax_flash/_primitives.py": [
+        ("no barrier behind the kernels' results",
+         "return list(stablehlo.OptimizationBarrierOp(results).results)", "return results",
+         "test_transforms.py::test_results_on_cuda_stand_behind_a_barrier"),
+        ("shards of different sizes",
+         "return [None if size % _num_parts(mesh, axes) else axes for size, axes in partition]",
+         "return [axes for size, axes in partition]",
+         "test_transforms.py::test_shards_of_different_sizes"),
+        ("query heads are parted from their key head",
+         "if num_kv_heads % _num_parts(mesh, heads):", "if num_heads % _num_parts(mesh, heads):",
+         "test_transforms.py::test_one_key_head_with_sharded_query_heads"),
+        ("the gradient of a bias is not summed over the devices",
+         "return [jax.lax.psum(x, axes) if axes else x for x in results]", "return results",
+         "test_bias.py::test_sharded_jit_sums_the_gradient_and_gathers_no_arrays[batch-1NTS-sharded bias]"),
+        ("lse is sharded as if heads came first",
+         '"lse": "tn",', '"lse": "nt",',
+         "test_transforms.py::test_sharded_jit_gathers_nothing[heads-]"),
+        ("vmap moves the wrong way",
+         "return jnp.moveaxis(x, dim, 0)", "return jnp.moveaxis(x, 0, dim)",
+         "test_transforms.py::test_vmap_over_any_axis[cpu-0-(4, 3, 0)]"),
+        ("lse in the dtype of the query",
+         "lse_dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32", "lse_dtype = q.dtype",
+         "test_forward.py::test_is_close_to_exact[cpu-full-0]"),
+        ("out as wide as the query",
+         "shape=(*q.shape[:-1], v.shape[-1]),", "shape=q.shape,",
+         "test_forward.py::test_is_close_to_exact[cpu-values narrower-2]"),
+        ("the last block of sums of a bias is cut off",
+         "-(-sizes[axis] // _SUM_BLOCK)", "sizes[axis] // _SUM_BLOCK",
+         "test_bias.py::test_gradient_is_summed_over_broadcast_axes[cpu-B11S]"),
+        ("statistics of rows are not rounded up to blocks",
+         "rows = (batch, num_heads, -(-seqlen_q // 128) * 128)", "rows = (batch, num_heads, seqlen_q)",
+         "test_transforms.py::test_workspace_of_gradients"),
+    ],
+    "jax_flash/_reference.py": [
+        ("a window one key too narrow",
+         "visible &= distance <= jnp.minimum(offset", "visible &= distance < jnp.minimum(offset",
+         "test_masks.py::test_reference[window right]"),
+        ("a wide window wraps around",
+         "jnp.maximum(offset, _INT32.min + resolved.window_left) - resolved", "offset - resolved",
+         "test_masks.py::test_reference[window, widest, smallest offset]"),
+        ("sinks are missing in the sum",
+         "total += jnp.exp(sinks - maximum)", "total += 0 * sinks",
+         "test_reference.py::test_options[sinks-float32]"),
+        ("what dropout keeps is not scaled up",
+         "probabilities / (1 - resolved.dropout_rate)", "probabilities",
+         "test_dropout.py::test_the_reference_keeps_what_it_should"),
+    ],
+    "jax_flash/_dropout.py": [
+        ("nine rounds of Philox",
+         "_ROUNDS = 10", "_ROUNDS = 9",
+         "test_dropout.py::test_keep_is_philox"),
+        ("words of Philox swapped",
+         "((words[0], words[1]), (words[2], words[3]))", "((words[0], words[2]), (words[1], words[3]))",
+         "test_dropout.py::test_keep_is_philox"),
+        ("a carry is lost",
+         "(middle1 >> 16) + carry,", "(middle1 >> 16),",
+         "test_dropout.py::test_keep_is_philox"),
+        ("batch elements have the same seeds",
+         "heads = jnp.arange(batch * num_heads, dtype=jnp.uint32)",
+         "heads = (jnp.arange(batch * num_heads, dtype=jnp.uint32) % num_heads)",
+         "test_dropout.py::test_every_head_of_every_batch_element_has_seeds_of_its_own"),
+    ],
+    "jax_flash/_ffi.py": [
+        ("a library of a newer FFI is accepted",
+         "built[1] > runtime[1]", "built[1] < runtime[1]",
+         "test_install.py::test_library_of_another_ffi_is_refused"),
+        ("GPUs older than all kernels are accepted",
+         "if round(10 * float(capability)) < oldest_built:", "if round(10 * float(capability)) > 10 * oldest_built:",
+         "test_install.py::test_gpu_older_than_the_kernels_is_refused"),
+    ],
+    "jax_flash/flax.py": [
+        ("dropout in inference",
+         "dropout_rate = 0.0 if deterministic else dropout_rate", "dropout_rate = dropout_rate",
+         "test_flax.py::test_linen_deterministic_dropout[cpu]"),
+        ("a mask of some batch axes is not broadcast to the others",
+         "if own != batch:", "if own == batch:",
+         "test_flax.py::test_mask_and_bias_of_any_shape[cpu-(2, 3)-(2, 1, 1, 7, 9)]"),
+    ],
+    "jax_flash/__main__.py": [
+        ("a length of 0 is accepted",
+         "if not text.isdecimal() or int(text) == 0:", "if not text.isdecimal():",
+         "test_main.py::test_bad_arguments"),
+        ("a failed check exits with 0",
+         "return 0 if passed else 1", "return 0",
+         "test_main.py::test_wrong_results_fail[a scale-bfloat16]"),
+        ("--show shows the standard case",
+         "case = dataclasses.replace(case, **_SMALL)", "case = dataclasses.replace(case)",
+         "test_main.py::test_sizes_left_out_are_the_standard_ones"),
+    ],
+    "jax_flash/_demo.py": [
+        ("NaN passes the check",
+         "ok = error <= limit", "ok = not error > limit",
+         "test_main.py::test_wrong_results_fail[NaN-bfloat16]"),
+        ("the reference's rows begin at 0 in every block",
+         "starts = rows * jnp.arange(blocks, dtype=jnp.int32)", "starts = 0 * jnp.arange(blocks, dtype=jnp.int32)",
+         "test_main.py::test_reference[7-True]"),
+    ],
+    "jax_flash/_measure.py": [
+        ("time of all calls for that of one",
+         "return (time.perf_counter() - start) / count", "return time.perf_counter() - start",
+         "test_main.py::test_time_is_that_of_one_call"),
+    ],
+    "build_backend.py": [
+        ("a compiler that miscompiles is taken",
+         "_OLDEST_NVCC = (12, 9, 86)", "_OLDEST_NVCC = (12, 9, 0)",
+         "test_install.py::test_nvcc_too_old[12.9.41]"),
+        ("the user's C++ compiler is overruled",
+         'os.environ.setdefault("CXX", compiler)', 'os.environ["CXX"] = compiler',
+         "test_install.py::test_compiler_is_not_that_of_python"),
+    ],
+    # ---- CUDA, on the host ----------------------------------------------------------------------------------------
+    "cpp/compile_kernel.sh": [
+        ("serialised products pass the build",
+         "C75(08|10|12|14|15|17)", "C75(08|10|14|15|17)",
+         "test_install.py::test_serialised_products_fail_the_build"),
+    ],
+    "cuda/mask.cuh": [
+        ("a row misses its last key",
+         "clamp(row + highest, -1, kv_length - 1)", "clamp(row + highest - 1, -1, kv_length - 1)",
+         "test_cuda_on_host.py::test_masks_and_tiles"),
+        ("the first query of a key has the offset's wrong sign",
+         "clamp(first_key - highest, 0, q_length)", "clamp(first_key + highest, 0, q_length)",
+         "test_cuda_on_host.py::test_masks_and_tiles"),
+        ("the last block of keys is left out",
+         "blocks.end = (last_key(last_row) + kBlockN) / kBlockN;", "blocks.end = last_key(last_row) / kBlockN;",
+         "test_cuda_on_host.py::test_masks_and_tiles"),
+        ("a block that begins before a row's first key counts as whole",
+         "(first_key(row + rows - 1) + kBlockN - 1) / kBlockN", "first_key(row + rows - 1) / kBlockN",
+         "test_cuda_on_host.py::test_masks_and_tiles"),
+        ("blocks count as whole beyond the last query",
+         "row + rows <= q_length ? (last_key(row) + 1) / kBlockN : 0", "(last_key(row) + 1) / kBlockN",
+         "test_cuda_on_host.py::test_masks_and_tiles"),
+        ("only the first row of a tile is asked whether it sees all",
+         "row + rows - 1 + lowest <= key", "row + lowest <= key",
+         "test_cuda_on_host.py::test_masks_and_tiles"),
+        ("lengths are not clamped",
+         "lengths ? clamp(lengths[batch], 0, static_cast<int>(full))", "lengths ? lengths[batch]",
+         "test_cuda_on_host.py::test_masks_and_tiles"),
+        ("the largest offsets overflow",
+         "saturate(offset - min(left, int64_t{4} * kFar))", "static_cast<int>(offset - min(left, int64_t{4} * kFar))",
+         "test_cuda_on_host.py::test_masks_and_tiles"),
+    ],
+    "cuda/tiles.h": [
+        ("a tile larger than shared memory",
+         "return {64, 32, 4, 4, 2};  // 96 KB; 16 rows", "return {64, 64, 4, 4, 2};  // 96 KB; 16 rows",
+         "test_cuda_on_host.py::test_masks_and_tiles"),
+        ("blocks of keys other than those of the lists",
+         "return {3, 64, 3, 2, 0, true};  // 216 KB", "return {3, 80, 3, 2, 0, true};  // 216 KB",
+         "test_cuda_on_host.py::test_masks_and_tiles"),
+    ],
+    "cuda/kernels.cmake": [
+        ("the kernels of the largest head dim are left out",
+         "list(REMOVE_ITEM sm80_head_dims 96 192)", "list(REMOVE_ITEM sm80_head_dims 96 192 256)",
+         "test_cuda_on_host.py::test_some_kernel_takes_every_head_dim"),
+        ("no Hopper kernel for a deterministic dq",
+         "foreach(direction IN ITEMS backward backward_dq)", "foreach(direction IN ITEMS backward)",
+         "test_cuda_on_host.py::test_some_kernel_takes_every_head_dim"),
+    ],
+    # ---- C++ ------------------------------------------------------------------------------------------------------
+    "cpp/exports.map": [
+        ("every symbol is exported",
+         "JaxFlash*;", "*;",
+         "test_install.py::test_library_exports_only_its_handlers"),
+    ],
+    "cpp/ffi_util.h": [
+        ("arrays that are not aligned",
+         "is_for_cuda() ? 16 : ElementBytes(buffer.element_type());", "ElementBytes(ffi::DataType::PRED);",
+         "test_handlers.py::test_arrays_that_are_not_aligned_and_exceptions"),
+        ("heads that do not divide",
+         "params->num_heads % params->num_kv_heads == 0 : params->num_heads == 0;", "true : params->num_heads == 0;",
+         "test_ffi.py::test_bad_forward_call[cpu-heads not a multiple]"),
+        ("surplus arguments",
+         "if (next_arg_ == args_.size() && next_result_ == results_.size())", "if (next_result_ == results_.size())",
+         "test_ffi.py::test_bad_forward_call[cpu-one argument too many]"),
+        ("a window of -2",
+         "CheckOption(o.window_left >= -1,", "CheckOption(o.window_left >= -2,",
+         "test_ffi.py::test_bad_forward_call[cpu-window -2]"),
+        ("dropout of all",
+         "o.dropout_rate < 1,", "o.dropout_rate <= 1,",
+         "test_ffi.py::test_bad_forward_call[cpu-dropout of all]"),
+        ("dropout without seeds",
+         "if (params->options.dropout_rate > 0 && !params->dropout_seeds) {", "if (false) {",
+         "test_ffi.py::test_bad_forward_call[cpu-dropout without seeds]"),
+        ("ids of the queries alone",
+         "if (!params->query_segment_ids != !params->key_value_segment_ids) {", "if (false) {",
+         "test_ffi.py::test_bad_forward_call[cpu-ids of queries alone]"),
+        ("dlse as if heads came first",
+         'TakeArg("dlse", LseType(dtype), {B, T, N}', 'TakeArg("dlse", LseType(dtype), {B, N, T}',
+         "test_ffi.py::test_bad_backward_call[cpu-dlse of another shape]"),
+        ("lse of float64 in float32",
+         "dtype == ffi::DataType::F64 ? ffi::DataType::F64 :", "dtype == ffi::DataType::F64 ? ffi::DataType::F32 :",
+         "test_forward.py::test_is_close_to_exact[cpu-full-3]"),
+        ("an axis that is broadcast has a stride",
+         "int64_t elements = got[axis] == 1 ? 0 : 1;", "int64_t elements = 1;",
+         "test_forward.py::test_is_close_to_exact[cpu-bias of batch and rows-2]"),
+        ("sums of a bias over a part of the batch that does not divide it",
+         "return part > 0 ? whole % part == 0 : whole == 0;", "return part > 0 || whole == 0;",
+         "test_ffi.py::test_bad_call_for_the_gradient_of_a_bias[cpu-dbias of 3 batch elements]"),
+    ],
+    "cpp/cpu_parallel.h": [
+        ("workers share their scratch",
+         "const int64_t worker = state->next_worker++;", "const int64_t worker = 0 * state->next_worker++;",
+         "test_edges.py::test_repeats_give_the_same_bits[cpu-float32]",
+         "test_edges.py::test_from_many_threads[cpu]"),
+    ],
+    "cpp/cpu_types.h": [
+        ("ties of bfloat16 are rounded away from 0",
+         "(bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16", "(bits + 0x8000u) >> 16",
+         "test_edges.py::test_every_tie_is_rounded_to_even"),
+        ("bfloat16 is cut off",
+         "const uint32_t rounded = (bits + 0x7fffu +", "const uint32_t rounded = (bits + 0 * 0x7fffu +",
+         "test_edges.py::test_every_tie_is_rounded_to_even"),
+        ("subnormal numbers of float16 are not rounded to their last place",
+         "(exponent < 0x38800000u ?", "(exponent < 0x38000000u ?",
+         "test_edges.py::test_every_tie_is_rounded_to_even"),
+        ("subnormal numbers of float16 are read as normal ones",
+         "magnitude < 0x400u ? subnormal : normal;", "magnitude < 0x200u ? subnormal : normal;",
+         "test_edges.py::test_every_tie_is_rounded_to_even"),
+        ("a NaN becomes another number in float16",
+         "x != x ? 0x7e00u : rounded", "x != x ? 0x7c00u : rounded",
+         "test_edges.py::test_nan_of_every_kind_stays_one"),
+    ],
+    "cpp/cpu_vector.h": [
+        ("exp is 0 below e^-17",
+         "y = x < C::kMin ?", "y = x < T(-17) ?",
+         "test_edges.py::test_exponential_over_its_whole_range"),
+        ("exp loses its fraction where that is denormal",
+         "(fraction + T(1)) * power;", "fraction * power + power;",
+         "test_edges.py::test_exponential_over_its_whole_range"),
+        ("the polynomial of exp ends two terms early",
+         "kDegree = 7;", "kDegree = 5;",
+         "test_edges.py::test_exponential_over_its_whole_range"),
+        ("ln 2 is rounded to a few bits",
+         "(x - n * C::kLn2High) - n * C::kLn2Low;", "(x - n * C::kLn2High);",
+         "test_edges.py::test_exponential_over_its_whole_range"),
+        ("tanh is 1 from 5 on",
+         "const T limit = 20;", "const T limit = 5;",
+         "test_edges.py::test_hyperbolic_tangent_over_its_whole_range"),
+        ("a product's last vector is left out",
+         "if (column >= columns) return;", "if (column + 1 >= columns) return;",
+         "test_backward.py::test_is_close_to_exact[cpu-causal, more queries-2]"),
+    ],
+    "cpp/cpu_mask.h": [
+        ("a query misses its last key",
+         "std::min(position + right_ + 1, kv_len_)", "std::min(position + right_, kv_len_)",
+         "test_masks.py::test_every_option[cpu-causal-float32]"),
+        ("a window one key too narrow",
+         "std::max<int64_t>(position - left_, 0)", "std::max<int64_t>(position - left_ + 1, 0)",
+         "test_masks.py::test_every_option[cpu-window left-float32]"),
+        ("the offset has the wrong sign",
+         "const int64_t position = query + offset_;", "const int64_t position = query - offset_;",
+         "test_masks.py::test_every_option[cpu-causal, offsets-float32]"),
+        ("a tile of keys misses its first query",
+         "keys.first - right_ - offset_, 0)", "keys.first - right_ - offset_ + 1, 0)",
+         "test_masks.py::test_every_option[cpu-causal, offsets-float32]"),
+        ("a tile of keys misses its last queries",
+         "- offset_ + left_, q_len_)", "- offset_ + left_ - 1, q_len_)",
+         "test_masks.py::test_many_tiles[cpu-window-float32]"),
+        ("is_causal is ignored",
+         "right_(params.options.is_causal ? 0 : Window(", "right_(Window(",
+         "test_masks.py::test_every_option[cpu-causal-float32]"),
+        ("lengths are not clamped",
+         "std::clamp<int64_t>(lengths[batch], 0, limit)", "lengths[batch]",
+         "test_forward.py::test_is_close_to_exact[cpu-lengths beyond both-2]"),
+    ],
+    "cpp/cpu_tiles.h": [
+        ("the stride of a batch of queries is that of keys",
+         "data += batch * params.seqlen_q * stride + kv_head", "data += batch * params.seqlen_kv * stride + kv_head",
+         "test_forward.py::test_is_close_to_exact[cpu-causal, more queries-2]"),
+        ("the stride of keys is that of queries",
+         "stride(params.num_kv_heads * width)", "stride(params.num_heads * width)",
+         "test_forward.py::test_is_close_to_exact[cpu-groups of 2-2]"),
+        ("rows that see nothing of a tile are loaded",
+         "(!keep || keep[row])", "(!keep || keep[row] || true)",
+         "test_poison.py::test_rows_that_see_no_key_do_not_leak"),
+    ],
+    "cpp/cpu_pairs.h": [
+        ("a mask of rows is read along the keys",
+         "row[j] &= from[j * mask.key_stride];", "row[j] &= from[j];",
+         "test_forward.py::test_is_close_to_exact[cpu-mask of rows-2]"),
+        ("ids of keys at the queries' stride",
+         "batch_ * params_.seqlen_kv + first_key;", "batch_ * params_.seqlen_q + first_key;",
+         "test_forward.py::test_is_close_to_exact[cpu-segments of queries and keys-2]"),
+        ("slopes have the wrong sign",
+         "to[j] = -slope * Distance(", "to[j] = slope * Distance(",
+         "test_forward.py::test_is_close_to_exact[cpu-alibi-2]"),
+        ("slopes do not know the offset",
+         "At(row).query + offset - key", "At(row).query + 0 * offset - key",
+         "test_forward.py::test_is_close_to_exact[cpu-alibi, causal, offset-2]"),
+        ("heads share the first one's bias",
+         "head * array.head_stride", "0 * head * array.head_stride",
+         "test_forward.py::test_is_close_to_exact[cpu-bias-2]"),
+        ("a bias in bfloat16 is read as float16",
+         "static_cast<const BFloat16*>(bias.data)", "static_cast<const Half*>(bias.data)",
+         "test_forward.py::test_is_close_to_exact[cpu-bias-0]"),
+        ("the words of a seed are swapped",
+         "{seeds[0], seeds[1]}, seeds[2]", "{seeds[1], seeds[0]}, seeds[2]",
+         "test_dropout.py::test_kernels_keep_what_they_should[cpu-(77, 50, 24)-float32-0.5]"),
+        ("rows of dropout are paired otherwise",
+         "bits.decision(query % 16 / 8,", "bits.decision(query % 8 / 4,",
+         "test_dropout.py::test_kernels_keep_what_they_should[cpu-(77, 50, 24)-float32-0.5]"),
+        ("what dropout keeps is not scaled up",
+         "T(1 / (1 - params_.options.dropout_rate))", "T(1)",
+         "test_dropout.py::test_kernels_keep_what_they_should[cpu-(77, 50, 24)-float32-0.5]"),
+    ],
+    "cpp/dropout.h": [
+        ("a decision at the threshold drops",
+         "return decision >= threshold;", "return decision > threshold;",
+         "test_dropout.py::test_kernels_keep_what_they_should[cpu-(300, 261, 64)-float32-0.5]"),
+        ("the steps of Philox's key are swapped",
+         "k[0] += 0x9E3779B9, k[1] += 0xBB67AE85;", "k[1] += 0x9E3779B9, k[0] += 0xBB67AE85;",
+         "test_dropout.py::test_kernels_keep_what_they_should[cpu-(77, 50, 24)-float32-0.5]"),
+    ],
+    "cpp/cpu_forward.h": [
+        ("sinks are missing in lse",
+         "scratch.max[row] == -infinity ? 0 : 1;", "0;",
+         "test_forward.py::test_is_close_to_exact[cpu-sinks-2]"),
+        ("every batch element has the first one's sinks",
+         "sinks[batch * params.num_heads + head]", "sinks[head]",
+         "test_sinks.py::test_vmap_over_sinks[cpu]"),
+        ("out keeps the scale of an older maximum",
+         "if (scratch.rescale[row] == 1) continue;", "continue;",
+         "test_forward.py::test_is_close_to_exact[cpu-blocks-2]"),
+        ("the bias is scaled, too",
+         "x = scale * x + bias[key];", "x = scale * (x + bias[key]);",
+         "test_forward.py::test_is_close_to_exact[cpu-bias-2]"),
+        ("dropout without its normaliser",
+         "pairs.kept_factor() / scratch.sum[row]", "T(1) / scratch.sum[row]",
+         "test_forward.py::test_is_close_to_exact[cpu-dropout-2]"),
+        ("a tile before the window needs no mask",
+         "const bool masked = last_keys.first > tile || first_keys.end < tile_end;",
+         "const bool masked = first_keys.end < tile_end;",
+         "test_masks.py::test_many_tiles[cpu-window-float32]"),
+        ("a row with a sink and no key is not 0",
+         "!scratch.seeing[row] ||", "",
+         "test_sinks.py::test_what_other_rows_see_does_not_leak_into_a_row_without_keys[cpu]"),
+        ("work items of one key head only",
+         "const int64_t items = params.batch * params.num_kv_heads * blocks;",
+         "const int64_t items = params.batch * blocks;",
+         "test_forward.py::test_is_close_to_exact[cpu-full-2]"),
+        ("the lengths of the first batch element for all",
+         "const Mask mask(params, batch);", "const Mask mask(params, 0);",
+         "test_forward.py::test_is_close_to_exact[cpu-lengths of keys-2]"),
+    ],
+    "cpp/cpu_backward.h": [
+        ("dlse has the wrong sign",
+         "delta -= static_cast<const T*>(params.dlse)[row];", "delta += static_cast<const T*>(params.dlse)[row];",
+         "test_backward.py::test_is_close_to_exact[cpu-full-2]"),
+        ("the derivative of the cap",
+         "gradient *= T(1) - tanh * tanh;", "gradient *= T(1) - tanh;",
+         "test_backward.py::test_is_close_to_exact[cpu-soft cap-2]"),
+        ("dq without the scale",
+         "to[column] += scale * from[column];", "to[column] += from[column];",
+         "test_backward.py::test_is_close_to_exact[cpu-scale-2]"),
+        ("dk without the scale",
+         "scratch.dk + key * width, scale, head_dim);", "scratch.dk + key * width, T(1), head_dim);",
+         "test_backward.py::test_is_close_to_exact[cpu-scale-2]"),
+        ("what dropout keeps is not scaled up in ds",
+         "kept[key] ? ds[key] * pairs.kept_factor() : T(0);", "kept[key] ? ds[key] : T(0);",
+         "test_backward.py::test_is_close_to_exact[cpu-dropout-2]"),
+        ("dropout drops nothing of dv",
+         "kept[key] ? p[key] * pairs.kept_factor() : T(0);", "p[key];",
+         "test_backward.py::test_is_close_to_exact[cpu-dropout-2]"),
+        ("a row whose logits are all -inf has probabilities",
+         "if (row.lse == -std::numeric_limits<T>::infinity()) {", "if (row.lse == T(-1234)) {",
+         "test_bias.py::test_a_row_of_minus_infinities_sees_no_key[cpu-fused]"),
+        ("a row sees one key too many",
+         "std::clamp<int64_t>(seen.end - tile, scratch.first[row], keys)",
+         "std::clamp<int64_t>(seen.end - tile + 1, scratch.first[row], keys)",
+         "test_masks.py::test_every_option[cpu-causal-float32]"),
+        ("all key heads take the lse of the first one's group",
+         "const GroupRows lse(static_cast<const T*>(params.lse), params, batch, kv_head, 1);",
+         "const GroupRows lse(static_cast<const T*>(params.lse), params, batch, 0, 1);",
+         "test_backward.py::test_is_close_to_exact[cpu-full-2]"),
+        ("dq is added to after the tile before alone",
+         "for (int64_t before = first_unfinished; before < tile; ++before) {",
+         "for (int64_t before = std::max(first_unfinished, tile - 1); before < tile; ++before) {",
+         "test_edges.py::test_hidden_tiles_do_not_change_the_order"),
+        ("dq is added to without waiting for the tile before",
+         "(std::memory_order_acquire)) <= block)", "(std::memory_order_acquire)) < 0)",
+         "test_edges.py::test_hidden_tiles_do_not_change_the_order"),
+    ],
+    "cpp/cpu_backward_bias.h": [
+        ("the gradient of slopes has the wrong sign",
+         "params.alibi_slopes ? -pairs.Distance(", "params.alibi_slopes ? pairs.Distance(",
+         "test_backward.py::test_is_close_to_exact[cpu-alibi-2]"),
+        ("heads of a group read other keys",
+         "kv_head = head / group;", "kv_head = head % params.num_kv_heads;",
+         "test_backward.py::test_is_close_to_exact[cpu-bias-2]"),
+        ("one batch element's gradient instead of the sum",
+         "b < (batch + 1) * batches_a_sum;", "b < batch * batches_a_sum + 1;",
+         "test_bias.py::test_gradient_is_summed_over_broadcast_axes[cpu-1NTS]"),
+        ("sums of blocks stop a row early",
+         "ii < std::min(i + params.dbias_rows, rows);", "ii < std::min(i + params.dbias_rows, rows) - 1;",
+         "test_bias.py::test_gradient_is_summed_over_broadcast_axes[cpu-B11S]"),
+    ],
+}
+# fmt: on
+
+FAULTS = [
+    Fault(name, file, text, replacement, tuple(tests))
+    for file, rows in _TABLE.items()
+    for name, text, replacement, *tests in rows
+]
+
+
+def places(fault: Fault) -> int:
+    """How often the text stands in the file of this checkout."""
+    return (ROOT / fault.file).read_text().count(fault.text)
+
+
+def table() -> str:
+    """What stands in docs/testing.md."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for fault in FAULTS:
+        found_by = ", ".join(dict.fromkeys(f"`{test.split('::')[0]}`" for test in fault.tests))
+        groups.setdefault((fault.file, found_by), []).append(fault.name)
+    rows = [f"| `{file}` | {found_by} | {'; '.join(names)} |" for (file, found_by), names in groups.items()]
+    return "\n".join(["| in | found by | what is wrong |", "| --- | --- | --- |", *rows])
+
+
+# ---- The copy -------------------------------------------------------------------------------------------------
+
+# Of the CPU kernels' units, which are alike, one is enough: that of every machine. These hold nothing in the copy.
+_OTHER_SETS = {
+    pathlib.Path(f"cpp/cpu_{name.lower()}.cc"): (
+        '#include "cpu_kernels.h"\n#if defined(__x86_64__)\n'
+        f"const jax_flash::cpu::Kernels jax_flash::cpu::k{name}Kernels = {{}};\n#endif\n"
+    )
+    for name in ("Avx2", "Avx512")
+}
+CHECKOUT, LIBRARY, SITE = FOLDER / "checkout", FOLDER / "library", FOLDER / "site"
+
+
+def _environment(*paths: pathlib.Path) -> dict[str, str]:
+    """Where programs, the package and its library are looked for; JAX without a GPU."""
+    return os.environ | {
+        "PATH": os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ.get("PATH", "")]),
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",  # a file that changes twice in a second would be taken for unchanged
+        "JAX_PLATFORMS": "cpu",
+        "JAX_FLASH_INSTRUCTION_SET": "baseline",
+    }
+
+
+def _copy_checkout() -> None:
+    """Makes the copy what the checkout is; files that are alike keep their time, and what is made of them stays."""
+
+    def files(root: pathlib.Path) -> set[pathlib.Path]:
+        found = set()
+        for folder, folders, names in os.walk(root):
+            folders[:] = [x for x in folders if not x.startswith(".") and x not in ("build", "__pycache__")]
+            found |= {pathlib.Path(folder, name).relative_to(root) for name in names}
+        return found
+
+    for path in files(CHECKOUT) - files(ROOT):
+        (CHECKOUT / path).unlink()
+    for path in files(ROOT):
+        copy = CHECKOUT / path
+        content = _OTHER_SETS[path].encode() if path in _OTHER_SETS else (ROOT / path).read_bytes()
+        if not copy.exists() or copy.read_bytes() != content:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(content)
+
+
+def _make_site() -> None:
+    """A folder in which the package counts as installed; the Python files are the copy's, which comes first."""
+    installed = importlib.metadata.distribution("jax_flash")
+    (metadata,) = [file.parent for file in installed.files or () if file.name == "METADATA"]
+    shutil.copytree(installed.locate_file(metadata), SITE / metadata, dirs_exist_ok=True)
+    (SITE / "jax_flash").mkdir(exist_ok=True)
+
+
+def _run(
+    command: list[object], environment: dict[str, str], limit: float | None = None
+) -> tuple[int | None, str]:
+    """The exit status, None where time ran out, and what was printed."""
+    try:
+        done = subprocess.run(
+            [str(part) for part in command], cwd=CHECKOUT, env=environment, timeout=limit, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return None, ""
+    return done.returncode, done.stdout
+
+
+def _configure() -> None:
+    import jax
+
+    # Compiled in half the time of -O3; the tests of one fault are few.
+    command = [
+        "cmake",
+        "-S",
+        CHECKOUT / "cpp",
+        "-B",
+        LIBRARY,
+        "-DCMAKE_BUILD_TYPE=None",
+        "-DCMAKE_CXX_FLAGS=-O1",
+    ]
+    command += [f"-DJAX_FLASH_JAXLIB_INCLUDE={jax.ffi.include_dir()}", "-DJAX_FLASH_NVCC="]
+    environment = _environment()
+    if not (LIBRARY / "CMakeCache.txt").exists() and shutil.which("ninja", path=environment["PATH"]):
+        command += ["-G", "Ninja"]
+    status, printed = _run(command, environment)
+    if status != 0:
+        sys.exit(printed)
+
+
+def _build() -> tuple[bool, str]:
+    """Compiles what has changed, and installs it."""
+    status, printed = _run(["cmake", "--build", LIBRARY, "--parallel"], _environment())
+    if status == 0:
+        # Another file, not other bytes in it: what a process has loaded stays as it is.
+        new = SITE / "jax_flash" / "new"
+        shutil.copyfile(LIBRARY / "libjax_flash.so", new)
+        new.rename(SITE / "jax_flash" / "libjax_flash.so")
+    return status == 0, printed
+
+
+# ---- The tests ------------------------------------------------------------------------------------------------
+
+
+def _pytest(
+    tests: Iterable[str], compiled: bool, *options: str, limit: float | None = None
+) -> tuple[int | None, str]:
+    """Runs tests of the copy, with the library that is compiled here or with the one that is installed."""
+    paths = (CHECKOUT, SITE) if compiled else (CHECKOUT,)
+    nodes = [f"tests/{test}" for test in tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *nodes]
+    return _run(command, _environment(*paths), limit)
+
+
+def _passing(tests: Iterable[str], compiled: bool) -> set[str]:
+    """Those of which some case passes and none fails."""
+    tests = list(dict.fromkeys(tests))
+    report = FOLDER / "report.xml"
+    report.unlink(missing_ok=True)
+    status, printed = _pytest(tests, compiled, f"--junitxml={report}") if tests else (0, "")
+    if status != 0 and not compiled and "native library was not built from the sources" in printed:
+        return set()
+    if status != 0:
+        sys.exit(f"{printed}\nThese tests fail without any fault, or are not there.")
+    outcomes: dict[str, set[str]] = {}
+    for case in ET.parse(report).iter("testcase") if tests else ():
+        outcome = "skipped" if case.find("skipped") is not None else "passed"
+        node = f"{case.attrib['classname'].rpartition('.')[2]}.py::{case.attrib['name']}"
+        for name in (node, node.partition("[")[0]):
+            outcomes.setdefault(name, set()).add(outcome)
+    return {test for test in tests if "passed" in outcomes.get(test, ())}
+
+
+def _is_compiled(fault: Fault) -> bool:
+    """Is it in a file that the library without CUDA is made of?"""
+    return fault.file.startswith("cpp/") and not fault.file.endswith(".sh")
+
+
+def _plant(fault: Fault, compiled: bool) -> str:
+    """What catches it; empty if nothing does."""
+    path = CHECKOUT / fault.file
+    right = path.read_text()
+    try:
+        path.write_text(right.replace(fault.text, fault.replacement))
+        if _is_compiled(fault) and not _build()[0]:
+            return "the compiler"
+        status, printed = _pytest(fault.tests, compiled, "-x", "--tb=no", limit=_LONGEST)
+    finally:
+        path.write_text(right)
+    failed = [
+        line.split(" - ")[0].removeprefix("FAILED tests/")
+        for line in printed.splitlines()
+        if "FAILED " in line
+    ]
+    match status:
+        case 0 | 5:
+            return ""
+        case None:
+            return "a test that hangs"
+        case 1 if failed:
+            return failed[0]
+        case _ if status < 0:
+            return f"a crash ({-status})"
+        case _:
+            return "an error of import or collection"
+
+
+def main() -> int:
+    """Plants the faults that are asked for; returns how many were missed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", metavar="NAME", help="faults with NAME in their name or file")
+    parser.add_argument("--list", action="store_true", help="print the faults")
+    parser.add_argument("--table", action="store_true", help="print the table of docs/testing.md")
+    options = parser.parse_args()
+    faults = [fault for fault in FAULTS if (options.only or "") in f"{fault.name} {fault.file}"]
+    if options.table:
+        print(table())
+        return 0
+    if options.list:
+        for fault in faults:
+            print(
+                f"{fault.name} ({fault.file})\n    {fault.text}\n    {fault.replacement}\n    {fault.tests}"
+            )
+        return 0
+    wrong = [
+        f"{fault.name}: its text stands {places(fault)} times in {fault.file}"
+        for fault in faults
+        if places(fault) != 1
+    ]
+    if wrong or not faults:
+        sys.exit("\n".join(wrong) or "There is no such fault.")
+
+    start = time.monotonic()
+    CHECKOUT.mkdir(parents=True, exist_ok=True)
+    _copy_checkout()
+    _make_site()
+    _configure()
+    built, printed = _build()
+    if not built:
+        sys.exit(printed)
+    print(f"{time.monotonic() - start:.0f} s: the library is built; tests without a fault", flush=True)
+    # What needs CUDA's registrations is skipped with the compiled library, and not with one that has them.
+    tests = [test for fault in faults for test in fault.tests]
+    with_compiled = _passing(tests, compiled=True)
+    with_installed = _passing(set(tests) - with_compiled, compiled=False)
+    print(f"{time.monotonic() - start:.0f} s: they pass\n", flush=True)
+
+    missed, skipped, done = 0, 0, 0
+    for fault in sorted(faults, key=_is_compiled):  # those that need the library as it is come first
+        began = time.monotonic()
+        compiled = _is_compiled(fault) or set(fault.tests) <= with_compiled
+        if not set(fault.tests) <= (with_compiled if compiled else with_installed):
+            verdict, skipped = (
+                "not run: its tests need an installed library with CUDA, of these sources",
+                skipped + 1,
+            )
+        else:
+            verdict, done = _plant(fault, compiled), done + 1
+            missed += not verdict
+        seconds = time.monotonic() - began
+        print(f"{seconds:4.0f} s  {fault.file:26} {fault.name:66} {verdict or 'MISSED'}", flush=True)
+    (SITE / "jax_flash" / "libjax_flash.so").unlink()  # the one with the last fault
+    print(f"\n{done - missed} of {done} caught in {(time.monotonic() - start) / 60:.0f} minutes", end="")
+    print(f"; {skipped} not run" if skipped else "")
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main() != 0)

@@ -1,0 +1,31 @@
+"""The list of planted faults fits the checkout. Whether the tests find them is seen when `planted_faults.py` is run."""
+
+import collections
+import pathlib
+import re
+
+import planted_faults
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("fault", planted_faults.FAULTS, ids=lambda fault: f"{fault.file}: {fault.name}")
+def test_every_row_fits(fault):
+    """Its text stands once in its file, and its tests are there."""
+    assert planted_faults.places(fault) == 1
+    assert fault.text != fault.replacement
+    assert fault.tests
+    for test in fault.tests:
+        file, function = re.fullmatch(r"(test_\w+\.py)::(test_\w+)(?:\[.*\])?", test).groups()
+        assert re.search(rf"^def {function}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), test
+
+
+def test_names_say_which_fault_it_is():
+    names = collections.Counter((fault.file, fault.name) for fault in planted_faults.FAULTS)
+    assert max(names.values()) == 1
+
+
+def test_the_table_of_the_documentation_is_up_to_date():
+    """`python tests/planted_faults.py --table` prints it."""
+    assert f"\n{planted_faults.table()}\n" in (ROOT / "docs" / "testing.md").read_text()
