@@ -345,7 +345,10 @@ def _workspace(call: _Pass, avals, *, operands: tuple[str, ...], options: Attent
         heads = named["mask"].shape[-3] if "mask" in named else 1
         m_blocks, n_blocks = -(-seqlen_q // 64), -(-seqlen_kv // 64)
         yield (batch, heads, m_blocks, n_blocks), jnp.uint8
-        yield (batch, heads, m_blocks * n_blocks + m_blocks + n_blocks), jnp.uint32  # the longer of the two fits
+        yield (
+            (batch, heads, m_blocks * n_blocks + m_blocks + n_blocks),
+            jnp.uint32,
+        )  # the longer of the two fits
     if "mask" in named:
         # The mask as bits, in words of 32 and pairs of words: of each query's keys, and of each key's queries.
         *outer, rows, keys = _fold(named["mask"], "mask").shape

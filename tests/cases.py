@@ -163,6 +163,8 @@ CASES = [
     _case("window left", t=150, s=150, local_window_size=(33, 0)),
     _case("window right", t=150, s=150, local_window_size=(0, 70)),
     _case("window of one", local_window_size=0),
+    _case("window with no limit on the left", t=150, s=170, local_window_size=(None, 7), query_offset=20),
+    _case("window with no limit on the right", t=150, s=170, local_window_size=(40, None)),
     _case(
         "window, causal, offset",
         t=70,

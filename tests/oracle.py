@@ -50,7 +50,7 @@ def visible(
     is_causal: bool = False,
     query_seq_lengths: Any = None,
     key_value_seq_lengths: Any = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
     query_offset: Any = 0,
     mask: Any = None,
     segment_ids: Any = None,
@@ -71,7 +71,8 @@ def visible(
     if is_causal:
         seen = seen & (j <= position)
     if local_window_size is not None:
-        left, right = np.broadcast_to(local_window_size, (2,))
+        window = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
+        left, right = (np.inf if part is None else part for part in window)
         seen = seen & (position - left <= j) & (j <= position + right)
     if segment_ids is not None:
         ids_q, ids_kv = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)

@@ -151,6 +151,7 @@ class RandomCase:
     rule: str  # of the closeness rule
     has_batch: bool
     more: dict[str, Any]  # options that do not change the exact result
+    scale_is_array: bool  # as a learned temperature is
     x64: bool
     cotangents: tuple[str, ...]  # of out, of lse
     differentiated: tuple[str, ...]  # names of arguments
@@ -173,6 +174,7 @@ class RandomCase:
             what = "gradient of " if loop.is_differentiated else ""
             axes = ", ".join(f"{name} (axis {axis})" for name, axis in loop.axes.items())
             parts.append(f"{what}{loop.kind} of {loop.size} over {axes}")
+        parts += ["the scale is an array"] * self.scale_is_array
         parts += [f"jax.checkpoint, {self.checkpoint}"] * bool(self.checkpoint)
         parts += ["without jit"] * (not self.is_jitted) + ["with x64"] * self.x64 + ["poisoned"] * self.poison
         parts += [f"{name} is {view.kind} along axis {view.axis}" for name, view in self.views.items()]
@@ -346,11 +348,6 @@ class _Dice:
         return float(f"{np.exp(self.rng.uniform(np.log(low), np.log(high))):.3g}")
 
 
-def window(left: int | None, right: int | None) -> tuple[int, int]:
-    """A window without a limit on one side, as a number that is as good."""
-    return HUGE if left is None else left, HUGE if right is None else right
-
-
 def draw(seed: int, platform: str) -> RandomCase:
     """The case of a seed: the same on all platforms but for what they compute and their largest head dim."""
     dice = _Dice(seed)
@@ -402,6 +399,7 @@ def draw(seed: int, platform: str) -> RandomCase:
         rule=rule,
         has_batch=has_batch,
         more=more,
+        scale_is_array="scale" in options and dice.chance(0.4),
         x64=dice.chance(0.05),
         cotangents=cotangents,
         differentiated=tuple(differentiated),
@@ -478,7 +476,7 @@ def _draw_options(dice: _Dice, case: Case, dtype: str, has_batch: bool) -> dict[
         options["key_value_seq_lengths"] = Lengths("S", per_batch)
     if has():
         parts = [dice.pick([None, 0, 1, 5, 31, 64, 100, 128, 500]) for _ in range(2)]
-        options["local_window_size"] = dice.pick([window(*parts), window(*parts), parts[0] or 0])
+        options["local_window_size"] = dice.pick([tuple(parts), tuple(parts), parts[0] or 0])
     if has():
         options["logits_soft_cap"] = dice.number(0.5, 50.0)
     if has():
