@@ -31,8 +31,8 @@ import jax.numpy as jnp
 
 import jax_flash
 
-# How long the waiting kernel runs. It looks at nothing but the clock: 16 blocks that poll a flag of the host have slowed
-# down what is timed by half.
+# How long the waiting kernel runs. It looks at nothing but the clock: were it to poll a flag of the host, 16 blocks of
+# it would slow down what is timed by half.
 WAITING_SECONDS = 1.0
 TIMED_SECONDS = 0.2
 SOURCE = r"""
