@@ -47,10 +47,10 @@ def flash_attention(
     The forward pass keeps the log-sum-exp of each row; the backward pass recomputes the probabilities from it.
 
     It takes the arguments of :func:`jax.nn.dot_product_attention` with the same meanings (but for the dtype and the
-    gradient of the residual), and works under `jit`,
-    `grad` (reverse mode, first order), `vmap`, `scan`, `checkpoint`, `shard_map` and sharded `jit`, where it is
-    partitioned over batch and heads. The residuals of the gradient are named `flash_attention_out` and
-    `flash_attention_lse`, for policies such as `jax.checkpoint_policies.save_only_these_names`.
+    gradient of the residual), and works under `jit`, `grad` (reverse mode, first order), `vmap`, `scan`, `checkpoint`,
+    `shard_map` and sharded `jit`, where it is partitioned over batch and heads. The residuals of the gradient are named
+    `flash_attention_out` and `flash_attention_lse`, for policies such as
+    `jax.checkpoint_policies.save_only_these_names`.
 
     The letters are B batch, T query length, S key length, N query heads, K key heads (N is a multiple of K, and
     query head n reads key head n // (N // K): grouped-query attention, https://arxiv.org/abs/2305.13245), H head
@@ -218,15 +218,15 @@ dot_product_attention = flash_attention
 _BIASES = ("bias", "alibi_slopes")
 
 
-# Inlined jits: the gradient of an eager call is one program, too, in which XLA drops the passes that nobody asked for;
-# and eager shard_map takes no custom_vjp that would know by itself (symbolic_zeros).
-@functools.partial(jax.jit, static_argnums=0, inline=True)
+# With jits of their own, the gradient of an eager call is one program, too, in which XLA drops the passes that nobody
+# asked for. (A custom_vjp that knows by itself, by symbolic_zeros, eager shard_map does not take.)
+@functools.partial(jax.jit, static_argnums=0)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(options, query, key, value, operands):
     return _primitives.forward(query, key, value, operands, options)
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
+@functools.partial(jax.jit, static_argnums=0)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention_without_lse(options, query, key, value, operands):
     """The common case: the log-sum-exp has no cotangent, one array less for the kernel to read."""
@@ -252,8 +252,7 @@ def _attention_bwd(options, residuals, cotangents):
     operand_grads = dict.fromkeys(operands)
     if "scale_factor" in operands:
         operand_grads["scale_factor"] = _scale_gradient(query, dq, operands)
-        factor = operands["scale_factor"][:, None, None, None]
-        dq, dk = ((factor * x.astype(factor.dtype)).astype(x.dtype) for x in (dq, dk))
+        dq, dk = (_times_factor(x, operands["scale_factor"]) for x in (dq, dk))
     if "sinks" in operands:
         operand_grads["sinks"] = _sinks_gradient(out, lse, dout, dlse, operands)
     for name in _BIASES:
@@ -278,6 +277,15 @@ def _sum_to(sums, like):
         axis for axis, sizes in enumerate(zip(sums.shape, like.shape, strict=True)) if sizes[0] != sizes[1]
     ]
     return jnp.sum(sums, axes, keepdims=True).astype(like.dtype)
+
+
+def _times_factor(x, factor):
+    spec = jax.typeof(x).sharding.spec
+    if any(spec) or any(
+        jax.typeof(factor).sharding.spec
+    ):  # of an explicit mesh: key's may be another than query's
+        factor = jax.sharding.reshard(factor, PartitionSpec(spec[0]))
+    return (factor[:, None, None, None] * x.astype(factor.dtype)).astype(x.dtype)
 
 
 def _scale_gradient(query, dq, operands):

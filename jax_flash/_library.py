@@ -24,6 +24,11 @@ _dll.JaxFlashDescription.restype = ctypes.c_char_p
 _description = json.loads(_dll.JaxFlashDescription())
 
 
+def description() -> bytes:
+    """All that the library tells of itself."""
+    return _dll.JaxFlashDescription()
+
+
 def registrations() -> dict[str, dict[str, object]]:
     """The FFI handlers as `jax.ffi.register_ffi_target` takes them: {platform: {target: capsule}}."""
     return {

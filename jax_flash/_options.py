@@ -91,7 +91,8 @@ def static_int(name: str, value: Any) -> int:
 def static_float(name: str, value: Any) -> float:
     _refuse_traced(name, value, "number")
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a Python or NumPy number, got {describe(value)}.")
+        or_array = " or a scalar array" if name == "scale" else ""
+        raise TypeError(f"{name} must be a Python or NumPy number{or_array}, got {describe(value)}.")
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value}.")
     return float(value)
@@ -106,8 +107,9 @@ def describe(value: Any) -> str:
 
 def _refuse_traced(name: str, value: Any, expected: str) -> None:
     if isinstance(value, jax.core.Tracer):
+        article = "an" if expected == "int" else "a"
         raise TypeError(
-            f"{name} must be a {expected} that is known when the function is traced, got the traced value "
+            f"{name} must be {article} {expected} that is known when the function is traced, got the traced value "
             f"{jax.typeof(value)}. Under jax.jit, pass it through static_argnames."
         )
 

@@ -7,10 +7,11 @@ lost, and nothing else.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator
-from importlib.metadata import version
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +19,8 @@ from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 from jax.sharding import Mesh
+
+from . import _library
 
 try:
     # jit gives a lowering rule the devices, which custom_partitioning needs, only for the primitives in this set.
@@ -34,6 +37,8 @@ try:
 except ImportError:
     _sharding_callbacks = None  # programs are partitioned, and compiled anew by each process
 
+_PREFIX = "jax_flash "  # of the names that are ours
+
 CAN_PARTITION = _needs_devices is not None
 
 
@@ -47,8 +52,11 @@ def register_lowering(primitive: Primitive, call: Callable) -> None:
 
     def lower(ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any):
         whole_mesh, auto_mesh = _partly_manual(ctx.module_context.axis_context)
-        with _current(auto_mesh), _stable_names(ctx, f"{primitive} {params}"):
-            return mlir.lower_fun(lambda *args: call(whole_mesh, *args, **params))(ctx, *args)
+        with _current(auto_mesh):
+            results = mlir.lower_fun(lambda *args: call(whole_mesh, *args, **params))(ctx, *args)
+        for op in _partitioned_calls(results):
+            _name_stably(op, ctx, f"{primitive} {params}")
+        return results
 
     mlir.register_lowering(primitive, lower)
     if _needs_devices is not None:
@@ -87,43 +95,52 @@ def _current(mesh: Mesh | None) -> Iterator[None]:
 # The persistent compilation cache
 
 
-@contextlib.contextmanager
-def _stable_names(ctx: mlir.LoweringRuleContext, call: str) -> Iterator[None]:
-    """Names the calls that custom_partitioning makes meanwhile after what they do.
+def _partitioned_calls(values: Iterable[ir.Value], depth: int = 4) -> Iterator[ir.Operation]:
+    """The call that gave the values, behind the few operations that may follow it; none where there is one device."""
+    for value in values:
+        op = value.owner
+        if isinstance(op, ir.Block):  # an argument
+            continue
+        if op.name != "stablehlo.custom_call":
+            yield from _partitioned_calls(op.operands, depth - 1) if depth else ()
+        elif "sdy.sharding_rule" in op.attributes:
+            yield op
 
-    JAX names them after the address of a Python object, which is then part of the program's key in the persistent
+
+def _name_stably(op: ir.Operation, ctx: mlir.LoweringRuleContext, call: str) -> None:
+    """Names a call that custom_partitioning made after what it does.
+
+    JAX names it after the address of a Python object, which is then part of the program's key in the persistent
     compilation cache: no other process would ever find it there. To leave the name out of the key, as JAX can be told
     to, would let calls of equal shapes and different options pass for each other.
     """
-    if _sharding_callbacks is None:
-        yield
-        return
-    before = set(_sharding_callbacks)
-    yield
-    new = set(_sharding_callbacks) - before
-    if not new:  # one device
+    name = ir.StringAttr(op.attributes["backend_config"]).value
+    info = None if _sharding_callbacks is None else _sharding_callbacks.get(name.encode())
+    if info is None or name.startswith(_PREFIX):
         return
     module_context = ctx.module_context
     axis_context = module_context.axis_context
-    for op in ir.InsertionPoint.current.block.operations:
-        if op.operation.name != "stablehlo.custom_call" or "sdy.sharding_rule" not in op.attributes:
-            continue
-        name = ir.StringAttr(op.attributes["backend_config"]).value.encode()
-        if name not in new:
-            continue
-        info = _sharding_callbacks[name]
-        parts = (
-            version("jax_flash"),
-            call,
-            ctx.avals_in,
-            info.mesh,
-            [] if info.mesh.empty else [device.id for device in info.mesh.devices.flat],
-            getattr(axis_context, "mesh", None),
-            sorted(getattr(axis_context, "manual_axes", ())),
-            [device.id for device in getattr(axis_context, "device_assignment", None) or ()],
-            module_context.platforms,
-        )
-        stable = "jax_flash " + hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
-        # The first of equal ones serves all, and lives as long as any program that names it.
-        module_context.add_keepalive(_sharding_callbacks.setdefault(stable.encode(), info))
-        op.attributes["backend_config"] = ir.StringAttr.get(stable)
+    parts = (
+        _fingerprint(),
+        call,
+        ctx.avals_in,
+        info.mesh,
+        [] if info.mesh.empty else [device.id for device in info.mesh.devices.flat],
+        getattr(axis_context, "mesh", None),
+        sorted(getattr(axis_context, "manual_axes", ())),
+        [device.id for device in getattr(axis_context, "device_assignment", None) or ()],
+        module_context.platforms,
+    )
+    stable = _PREFIX + hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
+    # The first of equal ones serves all, and lives as long as any program that names it.
+    module_context.add_keepalive(_sharding_callbacks.setdefault(stable.encode(), info))
+    op.attributes["backend_config"] = ir.StringAttr.get(stable)
+
+
+@functools.cache
+def _fingerprint() -> str:
+    """Of this code and its library: what they make of a call is not in the program that is looked up."""
+    digest = hashlib.sha256(_library.description())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

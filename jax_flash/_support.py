@@ -56,6 +56,11 @@ def check_qkv(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, j
             raise ValueError(f"{name} must have query's batch size {query.shape[0]}, got {_shape(x)}.")
     num_heads, head_dim = query.shape[-2:]
     num_kv_heads = key.shape[-2]
+    for name, x in (("query", query), ("value", value)):
+        if not isinstance(x.shape[-1], int):
+            raise ValueError(
+                f"{name} must have a head dim that is a number (its last axis), got {_shape(x)}."
+            )
     if head_dim == 0 or value.shape[-1] == 0:
         name, x = ("query", query) if head_dim == 0 else ("value", value)
         raise ValueError(f"{name} must have a head dim of at least 1 (its last axis), got {_shape(x)}.")
@@ -75,7 +80,7 @@ def check_qkv(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, j
 
 def check_scale_array(scale: Any) -> jax.Array | None:
     """A scale that is an array, in a floating dtype; None where it is a number or not given."""
-    if not isinstance(scale, jax.Array | np.ndarray):
+    if not (isinstance(scale, jax.Array | np.ndarray) or hasattr(scale, "__jax_array__")):
         return None
     scale = jnp.asarray(scale)
     if scale.ndim or not (

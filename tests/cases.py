@@ -111,13 +111,13 @@ class Mask:
     def make(self, case: Case, rng: np.random.Generator, dtype: Any) -> np.ndarray:
         shape = _shape(self.axes, case)
         mask = rng.random(shape) < self.visible
-        row, column = (np.arange(size) for size in (1, *shape)[-2:])
+        row, column = (np.arange(size) for size in (1, 1, *shape)[-2:])
         if self.blocks:
             turn = (row[:, None] // self.blocks + column // self.blocks) % 3
             return (mask | (turn == 1)) & (turn != 0)
         if self.axes[-2:-1] == "T":
             mask[..., row % 19 == 5, :] = False
-        if self.axes[-1] == "S":
+        if self.axes[-1:] == "S":
             mask[..., column % 23 == 7] = False
         return mask
 
@@ -163,8 +163,6 @@ CASES = [
     _case("window left", t=150, s=150, local_window_size=(33, 0)),
     _case("window right", t=150, s=150, local_window_size=(0, 70)),
     _case("window of one", local_window_size=0),
-    _case("window with no limit on the left", t=150, s=170, local_window_size=(None, 7), query_offset=20),
-    _case("window with no limit on the right", t=150, s=170, local_window_size=(40, None)),
     _case(
         "window, causal, offset",
         t=70,
@@ -388,6 +386,8 @@ CASES = [
         dropout_seed=7,
         deterministic=True,
     ),
+    _case("window with no limit on the left", t=150, s=170, local_window_size=(None, 7), query_offset=20),
+    _case("window with no limit on the right", t=150, s=170, local_window_size=(40, None)),
 ]
 
 # What each option is in the table of its pairs.

@@ -48,7 +48,7 @@ def faults(
         cancelling: of a gradient through ds, the largest |dout_i| |v_j|, times what ds is multiplied by.
         few: whether that gradient has few numbers, or is made of few rows of ds.
     """
-    got, want = np.asarray(got).astype(np.float64), np.asarray(want, np.float64)
+    got, want = np.atleast_1d(np.asarray(got).astype(np.float64)), np.atleast_1d(np.asarray(want, np.float64))
     if got.shape != want.shape:
         return [f"shape is {got.shape}, expected {want.shape}"]
     for name, test in (("NaN", np.isnan), ("+Inf", np.isposinf), ("-Inf", np.isneginf)):
@@ -69,6 +69,7 @@ def faults(
         limits = {"max error": (error.max(), limit)}
     else:
         u = UNIT_ROUNDOFF[kind]
+        naive = np.atleast_1d(naive)
         naive = np.where(finite & np.isfinite(naive), naive, want)
         error_naive = np.abs(naive - want)
         absolute = _ABSOLUTE + (u / 4 * cancelling if few else 0.0)

@@ -267,6 +267,8 @@ class RandomCase:
             for name, shape in shapes.items()
             if name[0] != "d" or name[1:] in self.cotangents
         }
+        if self.scale_is_array:
+            makers["scale"] = lambda rng: np.asarray(case.static["scale"], lse_dtype)
         for name, x in case.options:
             if isinstance(x, Segments):
                 makers |= self._segment_makers(x)
@@ -381,6 +383,8 @@ def draw(seed: int, platform: str) -> RandomCase:
     ndims = dict(q=3, k=3, v=3, dout=3, dlse=2)  # without a batch axis
     ndims |= {name: len(options[name].axes) for name in ("bias", "mask") if name in options}
     arguments = ["q", "k", "v", *(f"d{name}" for name in cotangents)]
+    scale_is_array = "scale" in options and dice.chance(0.4)
+    arguments += ["scale"] * scale_is_array
     for name, x in options.items():
         if isinstance(x, Segments):
             arguments += ["query_ids", "key_ids"] if x.has_two(case) else [name]
@@ -399,7 +403,7 @@ def draw(seed: int, platform: str) -> RandomCase:
         rule=rule,
         has_batch=has_batch,
         more=more,
-        scale_is_array="scale" in options and dice.chance(0.4),
+        scale_is_array=scale_is_array,
         x64=dice.chance(0.05),
         cotangents=cotangents,
         differentiated=tuple(differentiated),

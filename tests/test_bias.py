@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
+from jax_flash import _primitives
 
 attention = functools.partial(jax_flash.flash_attention, precision="highest")
 T, S = 37, 43
@@ -117,6 +118,17 @@ def test_only_what_is_differentiated_takes_a_pass(bias, platform):
     assert text.count("@jax_flash_backward_bias(") == 1
     for got, want in zip(jax.tree.leaves((*some, *alone)), jax.tree.leaves(every), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+def test_an_eager_gradient_is_one_program(monkeypatch):
+    """So there, too, XLA drops the pass that nobody asked for."""
+
+    def fail(*args, **params):
+        raise AssertionError("A pass ran by itself.")
+
+    for primitive in (_primitives._forward_p, _primitives._backward_p, _primitives._backward_bias_p):
+        monkeypatch.setattr(primitive, "impl", fail)
+    jax.grad(loss)(*arrays(), bias_of("1N1S"))
 
 
 @pytest.mark.parametrize("hidden", [-np.inf, float(np.finfo(np.float32).min), -1e9], ids=str)

@@ -81,10 +81,7 @@ def attention(case: RandomCase, arguments: Arrays) -> Arrays:
     q, k, v = (operands.pop(name) for name in "qkv")
     if "query_ids" in operands:
         operands["segment_ids"] = operands.pop("query_ids"), operands.pop("key_ids")
-    static = dict(case.static)
-    if case.scale_is_array:
-        static["scale"] = jnp.asarray(static["scale"], jnp.promote_types(q.dtype, jnp.float32))
-    results = harness.call(q, k, v, operands, **static)
+    results = harness.call(q, k, v, {**case.static, **operands})
     return dict(zip(("out", "lse"), results if case.static["return_residual"] else [results], strict=False))
 
 

@@ -1,7 +1,9 @@
 """JAX's transformations: jit, grad, vmap, scan, checkpoint, sharding, export."""
 
+import concurrent.futures
 import functools
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -636,6 +638,57 @@ def test_explicit_sharding_beside_replicated_operands(operands, spec):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("spec_kv", [P(), P("batch"), P(None, None, "heads")], ids=str)
+@pytest.mark.parametrize("operands", REPLICATED.values(), ids=REPLICATED.keys())
+def test_explicit_sharding_of_queries_and_keys_apart(operands, spec_kv):
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = Mesh(np.array(jax.devices("cpu")).reshape(2, 4), ("batch", "heads"), axis_types=explicit)
+    args = qkv(4, n=8, k=4)
+
+    def gradients(operands, *args):
+        def total(operands, *args):
+            return jnp.sum(jnp.sin(attention(*args, is_causal=True, **operands)))
+
+        return jax.grad(total, (0, 1, 2, 3))(operands, *args)
+
+    want = jax.jit(gradients)(operands, *args)
+    with jax.set_mesh(mesh):
+        specs = P("batch"), spec_kv, spec_kv
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, P(*spec, *(None,) * (4 - len(spec)))))
+            for x, spec in zip(args, specs, strict=True)
+        ]
+        got = jax.jit(gradients)(jax.tree.map(jnp.asarray, operands), *placed)
+        for x, y in zip(got[1:], placed, strict=True):
+            assert jax.typeof(x) == jax.typeof(y)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_sharded_programs_can_be_lowered_at_the_same_time():
+    mesh = mesh_of((2, 4))
+    x = jax.device_put(random(4, 6, 8, 8), NamedSharding(mesh, P("batch", None, "heads")))
+
+    def lower(seed):
+        def f(x):
+            for i in range(3):
+                x = attention(x, x, x, scale=0.1 + 0.01 * i + 0.001 * seed)
+            return x
+
+        return jax.jit(f).lower(x).as_text()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            texts = list(pool.map(lower, range(24)))
+    finally:
+        sys.setswitchinterval(interval)
+    names = [set(re.findall(r'backend_config = "([^"]*)"', text)) for text in texts]
+    assert len(set.union(*names)) == 3 * 24
+    assert all(name.startswith("jax_flash ") for name in set.union(*names))
+
+
 CACHED = """
 import sys, jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -664,7 +717,8 @@ def test_the_persistent_cache_knows_sharded_programs(tmp_path):
 
     def run():
         command = [sys.executable, "-c", CACHED, str(tmp_path)]
-        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+        lines = subprocess.check_output(command, env=environment, text=True).splitlines()
         return [line.split() for line in lines]
 
     (full, full_sum), (causal, causal_sum) = run()

@@ -389,7 +389,7 @@ Status backward_bias(const BackwardParams& params, const LaunchContext& context)
       make_tensor_map<Element>(params.k, B, S, K, H, Config::kPartN, &arguments.tK) &&
       make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kPartN, &arguments.tV);
   if (!has_maps) return Status::not_served();
-  return launch(backward_bias_kernel<Config>, std::min<int64_t>(tiles, context.multiprocessors),
+  return launch(backward_bias_kernel<Config>, arguments.counter ? context.multiprocessors : tiles,
                 Config::kThreads, Config::kSharedBytes, context, arguments);
 }
 

@@ -771,7 +771,7 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
   if (const Status status = launch_lists(params, Config::Keys::shape(), context); status.failed()) {
     return status;
   }
-  const int blocks = std::min(arguments.schedule.num_tiles, context.multiprocessors);
+  const int blocks = arguments.schedule.counter ? context.multiprocessors : arguments.schedule.num_tiles;
   return launch(forward_kernel<Config>, blocks, Config::kThreads, Config::kSharedBytes, context, arguments);
 }
 
