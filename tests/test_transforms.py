@@ -634,7 +634,8 @@ def test_explicit_sharding_beside_replicated_operands(operands, spec):
         placed = [jax.device_put(x, NamedSharding(mesh, P(*spec, *(None,) * (4 - len(spec))))) for x in args]
         got = jax.jit(gradients)(jax.tree.map(jnp.asarray, operands), *placed)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert not any(jax.typeof(x).sharding.spec)
+        # Before 0.10 JAX does not hold the gradient of what it reshards to the type.
+        assert not any(jax.typeof(x).sharding.spec) or jax.__version_info__ < (0, 10)
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
@@ -660,7 +661,7 @@ def test_explicit_sharding_of_queries_and_keys_apart(operands, spec_kv):
         ]
         got = jax.jit(gradients)(jax.tree.map(jnp.asarray, operands), *placed)
         for x, y in zip(got[1:], placed, strict=True):
-            assert jax.typeof(x) == jax.typeof(y)
+            assert jax.typeof(x) == jax.typeof(y) or jax.__version_info__ < (0, 10)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
@@ -672,7 +673,7 @@ def test_sharded_programs_can_be_lowered_at_the_same_time():
     def lower(seed):
         def f(x):
             for i in range(3):
-                x = attention(x, x, x, scale=0.1 + 0.01 * i + 0.001 * seed)
+                x = attention(x, x, x, scale=0.1 + i + 0.001 * seed)
             return x
 
         return jax.jit(f).lower(x).as_text()
@@ -852,12 +853,16 @@ def test_results_on_cuda_stand_behind_a_barrier():
     x, bias = jnp.zeros((1, 4, 1, 64), jnp.bfloat16), jnp.zeros((1, 4, 4))
     gradient = jax.grad(lambda q, k, v, bias: attention(q, k, v, bias).astype(jnp.float32).sum(), (*ALL, 3))
     text = jax.jit(gradient).trace(x, x, x, bias).lower(lowering_platforms=("cuda",)).as_text()
-    calls = re.findall(r"(%\w+)(?::\d+)? = stablehlo.custom_call @jax_flash_(\w+)\(", text)
-    assert sorted(target for _, target in calls) == ["backward", "backward_bias", "forward"]
-    for result, _ in calls:
-        users = [line for line in text.splitlines() if re.search(rf"= .*{result}\b", line)]
-        assert users
-        assert all("stablehlo.optimization_barrier" in line for line in users), users
+    targets = []
+    for function in text.split("func.func"):  # each has its own names
+        for result, target in re.findall(
+            r"(%\w+)(?::\d+)? = stablehlo.custom_call @jax_flash_(\w+)\(", function
+        ):
+            targets.append(target)
+            users = [line for line in function.splitlines() if re.search(rf"= .*{result}\b", line)]
+            assert users
+            assert all("stablehlo.optimization_barrier" in line for line in users), users
+    assert sorted(targets) == ["backward", "backward_bias", "forward"]
 
 
 @BUILT_FOR_CUDA
