@@ -62,7 +62,7 @@ struct PairOptions {
     is_half = bias.dtype == DType::kFloat16;
     bias_format = !bias                           ? BiasFormat::kNone
                   : bias.dtype == DType::kFloat32 ? BiasFormat::kOneOf32Bits
-                  : by(8)                         ? BiasFormat::kPieces
+                  : by(8) && !params.scale_factor ? BiasFormat::kPieces  // they are added before the factor
                   : by(2)                         ? BiasFormat::kTwoOf16Bits
                                                   : BiasFormat::kOneOf16Bits;
     const LogitScale::Transform transform = LogitScale(params).transform;
@@ -223,7 +223,6 @@ struct Pairs {
                                              const LogitScale& logit) const {
     ptx::copy_async_wait<0>();
     __syncwarp();
-    const float multiplier = logit.multiplier * head.factor;
     auto add = [&](auto to_float) {
 #pragma unroll
       for (int nt = 0; nt < kNTiles; nt += 2) {
@@ -236,7 +235,7 @@ struct Pairs {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           float& x = scores[nt + i / 4][i % 4];
-          x = fmaf(x, multiplier, to_float(r[i / 2], i % 2) * logit.bias_multiplier);
+          x = fmaf(x, logit.multiplier, to_float(r[i / 2], i % 2) * logit.bias_multiplier);
         }
       }
     };
@@ -255,8 +254,9 @@ struct Pairs {
   __device__ __forceinline__ void transform(float (&scores)[kNTiles][4], bool is_added,
                                             const LogitScale& logit, int row0, int column0) const {
     if (logit.transform == LogitScale::kNone) return;
-    const float multiplier = logit.multiplier * head.factor;
-    auto add = [&](float& x, float bias) { x = fmaf(x, multiplier, bias * logit.bias_multiplier); };
+    // By itself, not as part of the multiplier: that would take a register from every loop.
+    if (params.scale_factor) for_each(scores, [&](float& x, int, int) { x *= head.factor; });
+    auto add = [&](float& x, float bias) { x = fmaf(x, logit.multiplier, bias * logit.bias_multiplier); };
     const bool reads_bias = !is_added && options.bias_format != BiasFormat::kNone;
     if (reads_bias && options.bias_format == BiasFormat::kOneOf32Bits) {
       for_each_element<float, kNTiles>(row0, column0,
@@ -272,10 +272,10 @@ struct Pairs {
     } else if (options.has_alibi) {
       const float distance = lane_distance(row0, column0), factor = head.slope * logit.bias_multiplier;
       for_each(scores, [&](float& x, int nt, int i) {
-        x = fmaf(x, multiplier, factor * fabsf(distance + distance_step(nt, i)));
+        x = fmaf(x, logit.multiplier, factor * fabsf(distance + distance_step(nt, i)));
       });
     } else if (!is_added) {
-      for_each(scores, [&](float& x, int, int) { x *= multiplier; });
+      for_each(scores, [&](float& x, int, int) { x *= logit.multiplier; });
     }
     if (logit.transform == LogitScale::kSoftCap) {
       for_each(scores, [&](float& x, int, int) { x = soft_cap(x, logit); });
