@@ -815,6 +815,12 @@ def test_export_of_symbolic_sizes(operands, is_mapped, platform):
     )
 
 
+def test_a_symbolic_head_dim_is_refused():
+    x = jax.ShapeDtypeStruct((1, 4, 2, *jax.export.symbolic_shape("h")), np.float32)
+    with pytest.raises(ValueError, match=r"query must have a head dim that is a number"):
+        jax.export.export(jax.jit(attention))(x, x, x)
+
+
 BUILT_FOR_CUDA = pytest.mark.skipif(
     not jax_flash.build_info()["cuda"], reason="the library was built without CUDA"
 )
