@@ -116,11 +116,12 @@ def flash_attention(
     batch = query.shape[0] if is_batched else None
     scores = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])  # [B, N, T, S]
 
-    scale_array = _support.check_scale_array(scale)
-    if scale_array is not None:
+    scale_factor = _support.check_scale_array(scale)
+    if scale_factor is not None:
         # A power of two, so that the factor that is left is exact; near the default, so that float16 has room for dq
         # and dk without it.
         scale = 2.0 ** round(math.log2(1 / math.sqrt(query.shape[-1])))
+        scale_factor = scale_factor / scale
     options = dict(
         scale=scale,
         is_causal=is_causal,
@@ -154,7 +155,7 @@ def flash_attention(
             segment_ids=segment_ids,
             sinks=sinks,
             dropout_rng=dropout_rng,
-            scale_factor=None if scale_array is None else scale_array / scale,
+            scale_factor=scale_factor,
             return_residual=return_residual,
             **operands,
             **options,
@@ -169,8 +170,8 @@ def flash_attention(
         # The kernels compute logits in float32 or in query's dtype: a bias in float64 beside others has no more to say.
         exact = bias.dtype != jnp.float64 or query.dtype == jnp.float64
         operands["bias"] = _with_four_axes(bias if exact else bias.astype(jnp.float32))
-    if scale_array is not None:
-        operands["scale_factor"] = _per_batch(scale_array / scale, query)
+    if scale_factor is not None:
+        operands["scale_factor"] = _per_batch(scale_factor, query)
     if mask is not None:
         operands["mask"] = _with_four_axes(mask)
     if segment_ids is not None:
@@ -280,11 +281,9 @@ def _sum_to(sums, like):
 
 
 def _times_factor(x, factor):
-    spec = jax.typeof(x).sharding.spec
-    if any(spec) or any(
-        jax.typeof(factor).sharding.spec
-    ):  # of an explicit mesh: key's may be another than query's
-        factor = jax.sharding.reshard(factor, PartitionSpec(spec[0]))
+    """A gradient [B, ...] times the factor [B] of the scale, in its own type: key's may lie otherwise than query's."""
+    if _explicit_spec(x) or _explicit_spec(factor):
+        factor = jax.sharding.reshard(factor, PartitionSpec(jax.typeof(x).sharding.spec[0]))
     return (factor[:, None, None, None] * x.astype(factor.dtype)).astype(x.dtype)
 
 
@@ -305,9 +304,8 @@ def _of_existing_rows(x, operands):
 
 def _sinks_gradient(out, lse, dout, dlse, operands):
     """The gradient [B, N] of the sinks: that of a logit, p (dp - delta), where dp is 0 as a sink has no value."""
-    delta = jnp.sum(
-        _of_existing_rows(dout, operands).astype(lse.dtype) * out.astype(lse.dtype), -1
-    )  # [B, T, N]
+    dout = _of_existing_rows(dout, operands)
+    delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), -1)  # [B, T, N]
     if dlse is not None:
         delta -= dlse
     sinks = operands["sinks"][..., None, :]

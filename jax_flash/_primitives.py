@@ -345,10 +345,8 @@ def _workspace(call: _Pass, avals, *, operands: tuple[str, ...], options: Attent
         heads = named["mask"].shape[-3] if "mask" in named else 1
         m_blocks, n_blocks = -(-seqlen_q // 64), -(-seqlen_kv // 64)
         yield (batch, heads, m_blocks, n_blocks), jnp.uint8
-        yield (
-            (batch, heads, m_blocks * n_blocks + m_blocks + n_blocks),
-            jnp.uint32,
-        )  # the longer of the two fits
+        longest = m_blocks * n_blocks + m_blocks + n_blocks  # of both, without a comparison of symbolic sizes
+        yield (batch, heads, longest), jnp.uint32
     if "mask" in named:
         # The mask as bits, in words of 32 and pairs of words: of each query's keys, and of each key's queries.
         *outer, rows, keys = _fold(named["mask"], "mask").shape

@@ -469,10 +469,14 @@ def test_sharded_vmap_gathers_nothing():
     assert "all-gather" not in f.lower(*placed).compile().as_text()
 
 
+def explicit_mesh() -> Mesh:
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    return Mesh(np.array(jax.devices("cpu")).reshape(2, 4), ("batch", "heads"), axis_types=explicit)
+
+
 def test_explicit_sharding():
     """Shardings that are part of the arrays' types."""
-    explicit = (jax.sharding.AxisType.Explicit,) * 2
-    mesh = Mesh(np.array(jax.devices("cpu")).reshape(2, 4), ("batch", "heads"), axis_types=explicit)
+    mesh = explicit_mesh()
     spec = P("batch", None, "heads", None)
     args = qkv(4, n=8, k=4)
     out, want = exact_rows(*args, {})
@@ -620,8 +624,7 @@ REPLICATED = {
 @pytest.mark.parametrize("operands", REPLICATED.values(), ids=REPLICATED.keys())
 def test_explicit_sharding_beside_replicated_operands(operands, spec):
     """Their gradients have their types."""
-    explicit = (jax.sharding.AxisType.Explicit,) * 2
-    mesh = Mesh(np.array(jax.devices("cpu")).reshape(2, 4), ("batch", "heads"), axis_types=explicit)
+    mesh = explicit_mesh()
     args = qkv(4, n=8, k=4)
 
     def gradients(operands, *args):
@@ -642,8 +645,7 @@ def test_explicit_sharding_beside_replicated_operands(operands, spec):
 @pytest.mark.parametrize("spec_kv", [P(), P("batch"), P(None, None, "heads")], ids=str)
 @pytest.mark.parametrize("operands", REPLICATED.values(), ids=REPLICATED.keys())
 def test_explicit_sharding_of_queries_and_keys_apart(operands, spec_kv):
-    explicit = (jax.sharding.AxisType.Explicit,) * 2
-    mesh = Mesh(np.array(jax.devices("cpu")).reshape(2, 4), ("batch", "heads"), axis_types=explicit)
+    mesh = explicit_mesh()
     args = qkv(4, n=8, k=4)
 
     def gradients(operands, *args):
