@@ -16,6 +16,10 @@ A gradient through ds = p (dp - delta) has what rounding leaves where dp and del
 beside a result that is small or 0, as where a query sees one key. A test that meets such rows says how large the
 terms were; u/4 (float32 and float64: c) of that are then added to the last two limits and to the one bound, and to all
 where the terms are so few that the baseline's errors may all be small by chance.
+
+The baseline's largest error is one draw, and so is ours: among 10,000 results the one is sometimes more than twice the
+other, most often in rows of one number. A test of so many results says by how much more they may differ; the rms error,
+an average, stays as it is.
 """
 
 from typing import Any
@@ -36,6 +40,7 @@ def faults(
     naive: Any = None,
     cancelling: float = 0.0,
     few: bool = False,
+    chance: float = 1.0,
 ) -> list[str]:
     """The parts of the rule that `got` breaks, as sentences; empty if it is close.
 
@@ -47,6 +52,7 @@ def faults(
         naive: the baseline; needed for the kinds in UNIT_ROUNDOFF.
         cancelling: of a gradient through ds, the largest |dout_i| |v_j|, times what ds is multiplied by.
         few: whether that gradient has few numbers, or is made of few rows of ds.
+        chance: multiplies what is allowed beside the baseline's largest error and worst row.
     """
     got, want = np.atleast_1d(np.asarray(got).astype(np.float64)), np.atleast_1d(np.asarray(want, np.float64))
     if got.shape != want.shape:
@@ -74,11 +80,14 @@ def faults(
         error_naive = np.abs(naive - want)
         absolute = _ABSOLUTE + (u / 4 * cancelling if few else 0.0)
         limits = {
-            "max error": (error.max(), max(2 * error_naive.max(), 2 * u * np.abs(want).max()) + absolute),
+            "max error": (
+                error.max(),
+                max(2 * chance * error_naive.max(), 2 * u * np.abs(want).max()) + absolute,
+            ),
             "rms error": (_rms(error), max(1.5 * _rms(error_naive), 2 * u * _rms(want)) + absolute),
             "worst row": (
                 _worst_row(error, want, u, u / 4 * cancelling),
-                max(2 * _worst_row(error_naive, want, u), 4 * u),
+                max(2 * chance * _worst_row(error_naive, want, u), 4 * u),
             ),
         }
         if kind != "tfloat32":
@@ -101,10 +110,13 @@ def assert_close(
     naive: Any = None,
     cancelling: float = 0.0,
     few: bool = False,
+    chance: float = 1.0,
     name: str = "result",
 ) -> None:
     """Fail with every part of the rule that `got` breaks."""
-    broken = faults(got, want, kind, num_keys=num_keys, naive=naive, cancelling=cancelling, few=few)
+    broken = faults(
+        got, want, kind, num_keys=num_keys, naive=naive, cancelling=cancelling, few=few, chance=chance
+    )
     assert not broken, f"{name} is not close in {kind}:\n  " + "\n  ".join(broken)
 
 

@@ -210,8 +210,24 @@ class RandomCase:
             terms = max(terms, pairs // max(operand.size, 1))
         return terms * math.prod(self.loops[i].size for i in self.summed(name))
 
+    def num_rows(self, name: str) -> float:
+        """How many rows of ds each number of the gradient of an argument is a sum of."""
+        c, rows = self.case, 1.0
+        if name == "k":
+            rows = c.seqlen_q * c.num_heads / c.num_kv_heads
+        elif name != "q":
+            operand = self._makers()[name](np.random.default_rng(0))
+            rows = c.batch * c.num_heads * c.seqlen_q
+            if name == "bias" and operand.ndim:
+                rows *= operand.shape[-1]  # its columns are not summed over rows of ds but beside each other
+            rows /= max(operand.size, 1)
+        return rows * math.prod(self.loops[i].size for i in self.summed(name))
+
     def cancelling(self, name: str, arguments: dict[str, np.ndarray]) -> float:
-        """What closeness takes: the largest |dout_i| |v_j| in a gradient through ds, times what ds is multiplied by."""
+        """What closeness takes: the largest |dout_i| |v_j| in a gradient through ds, times what ds is multiplied by.
+
+        Of many rows, what rounding leaves adds up as a random walk does, and most of it is smaller than the largest.
+        """
         c = self.case
         if name in ("out", "lse", "v") or "dout" not in arguments:
             return 0.0
@@ -221,6 +237,7 @@ class RandomCase:
 
         norms = (np.linalg.norm(arguments[x].astype(np.float64), axis=-1) for x in ("dout", "v"))
         terms = math.prod(map(largest, norms)) / (1 - self.static.get("dropout_rate", 0.0))
+        terms *= max(1.0, math.sqrt(self.num_rows(name)) / 4)
         if name in ("q", "k"):
             other = arguments["k" if name == "q" else "q"]
             terms *= max(1.0, abs(self.static.get("scale", c.head_dim**-0.5)) * largest(other))

@@ -18,7 +18,7 @@ def attention(kind: str, **changes) -> dict[str, np.ndarray]:
     return results | {"got": arithmetic.result(oracle.attention(*inputs, **changes).out)}
 
 
-def changed(x: np.ndarray, where: tuple, value: float) -> np.ndarray:
+def changed(x: np.ndarray, where: tuple, value: float | np.ndarray) -> np.ndarray:
     y = x.copy()
     y[where] = value
     return y
@@ -47,6 +47,36 @@ def test_exact_arithmetic_rounded_once_is_close(kind):
 def test_planted_fault_is_caught(fault, kind):
     r = FAULTS[fault](kind)
     assert faults(r["got"], r["want"], kind, num_keys=96, naive=r["naive"])
+
+
+def query_gradient(dout: np.ndarray, **changes) -> np.ndarray:
+    return oracle.attention(*changes.pop("inputs", (Q, K, V)), dout, **changes).dq
+
+
+GRADIENT_FAULTS = {
+    "a fifth too large": lambda dout: 1.2 * query_gradient(dout),
+    "one key dropped": lambda dout: query_gradient(dout, mask=np.arange(96) != 40),
+    "two keys swapped": lambda dout: query_gradient(dout, inputs=(Q, K[:, ::-1], V)),
+    "one row zero": lambda dout: changed(query_gradient(dout), (0, 95), 0.0),
+    "one row of another": lambda dout: changed(query_gradient(dout), (0, 95), query_gradient(dout)[0, 94]),
+}
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "tfloat32", "float32", "float64"])
+@pytest.mark.parametrize("fault", GRADIENT_FAULTS)
+def test_planted_fault_is_caught_with_all_allowances(fault, kind):
+    """The allowances are those of the random cases."""
+    dout = np.random.default_rng(1).standard_normal(Q.shape)
+    largest = [np.linalg.norm(x, axis=-1).max() for x in (dout, V)]
+    allowances = dict(cancelling=np.prod(largest) * 32**-0.5 * np.abs(K).max(), few=True, chance=2.0)
+    want = query_gradient(dout)
+    naive = (
+        None
+        if kind.startswith("float") and kind != "float16"
+        else query_gradient(dout, arithmetic=oracle.arithmetic_of(kind))
+    )
+    assert faults(want, want, kind, num_keys=96, naive=naive, **allowances) == []
+    assert faults(GRADIENT_FAULTS[fault](dout), want, kind, num_keys=96, naive=naive, **allowances)
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("float32", 2e-5), ("float64", 1e-13)])
