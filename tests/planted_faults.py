@@ -213,26 +213,30 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          "if own != batch:", "if own == batch:",
          "test_flax.py::test_mask_and_bias_of_any_shape[cpu-(2, 3)-(2, 1, 1, 7, 9)]"),
     ],
-    "jax_flash/__main__.py": [
+    "jax_flash/_command_line/arguments.py": [
         ("a length of 0 is accepted",
          "if not text.isdecimal() or int(text) == 0:", "if not text.isdecimal():",
          "test_main.py::test_bad_arguments"),
+        ("--show shows the standard case",
+         "case = dataclasses.replace(case, **_SHOW_SIZES)", "case = dataclasses.replace(case)",
+         "test_main.py::test_omitted_sizes_are_the_standard_ones"),
+    ],
+    "jax_flash/_command_line/main.py": [
         ("a failed check exits with 0",
          "return 0 if passed else 1", "return 0",
          "test_main.py::test_wrong_results_fail[a scale-bfloat16]"),
-        ("--show shows the standard case",
-         "case = dataclasses.replace(case, **_SMALL)", "case = dataclasses.replace(case)",
-         "test_main.py::test_sizes_left_out_are_the_standard_ones"),
     ],
-    "jax_flash/_demo.py": [
+    "jax_flash/_command_line/comparison.py": [
         ("NaN passes the check",
          "ok = error <= limit", "ok = not error > limit",
          "test_main.py::test_wrong_results_fail[NaN-bfloat16]"),
+    ],
+    "jax_flash/_command_line/check.py": [
         ("the reference's rows begin at 0 in every block",
          "starts = rows * jnp.arange(blocks, dtype=jnp.int32)", "starts = 0 * jnp.arange(blocks, dtype=jnp.int32)",
          "test_main.py::test_reference[7-True]"),
     ],
-    "jax_flash/_measure.py": [
+    "jax_flash/_command_line/measure.py": [
         ("time of all calls for that of one",
          "return (time.perf_counter() - start) / count", "return time.perf_counter() - start",
          "test_main.py::test_time_is_that_of_one_call"),

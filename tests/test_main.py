@@ -1,4 +1,4 @@
-"""`python -m jax_flash`: what its options run, what it prints and writes, and what it refuses."""
+"""`python -m jax_flash`: what its options run, what it prints and writes, and its errors."""
 
 import csv
 import importlib.metadata
@@ -13,17 +13,18 @@ import oracle
 import pytest
 
 import jax_flash
-from jax_flash import _demo, _measure, _sweep
-from jax_flash.__main__ import main
+from jax_flash._command_line import arguments, check, comparison, devices, measure, progress
+from jax_flash._command_line.case import TENSORS, Case
+from jax_flash._command_line.main import main
 
 SMALL = ["--seq-len", "24", "--heads", "2", "--head-dim", "8", "--batch", "1"]
 
 
 @pytest.fixture(autouse=True)
 def settings(monkeypatch):
-    """Short timings, and a process as it was before."""
-    monkeypatch.setattr(_measure, "_WARM_UP", 1e-3)
-    monkeypatch.setattr(_measure, "_DURATION", 1e-3)
+    """Shortens timings and restores what the command changes in the process."""
+    monkeypatch.setattr(measure, "_WARM_UP", 1e-3)
+    monkeypatch.setattr(measure, "_DURATION", 1e-3)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
     x64 = jax.config.jax_enable_x64
     yield
@@ -32,7 +33,7 @@ def settings(monkeypatch):
 
 @pytest.fixture
 def on_platform(platform):
-    """The option that runs it on the platform of the test."""
+    """The options that select the platform of the test."""
     return ["--device", {"cpu": "cpu", "cuda": "gpu"}[platform]]
 
 
@@ -59,8 +60,8 @@ def matrix(printed: str, name: str) -> np.ndarray:
 
 
 def test_without_options(monkeypatch, capsys):
-    """The standard case, full and causal; a smaller one in its place here."""
-    monkeypatch.setitem(main.__globals__["_CASES"], "cpu", _demo.Case("float32", 1, 64, 2, 8))
+    """The standard case, full and causal; a smaller one takes its place here."""
+    monkeypatch.setitem(arguments.STANDARD_CASES, "cpu", Case("float32", 1, 64, 2, 8))
     assert main(["--device", "cpu"]) == 0
     printed, progress = capsys.readouterr()
     assert f"jax_flash  {jax_flash.__version__}, on jax {jax.__version__}" in printed
@@ -69,7 +70,7 @@ def test_without_options(monkeypatch, capsys):
     errors = table_of_errors(printed)
     assert [set(row) for row in errors] == 2 * [{"out"}, {"out", "dq", "dk", "dv"}]
     assert all(0 < error < 1e-5 for row in errors for error in row.values())
-    assert "Every result is as close to the reference as it should be." in printed
+    assert "All checks passed." in printed
     assert progress.splitlines()[0] == "0/10 full: reference in float64"
     assert len(progress.splitlines()) == 10
 
@@ -99,15 +100,17 @@ def test_float64(capsys):
     assert all(error < 1e-13 for row in table_of_errors(capsys.readouterr().out) for error in row.values())
 
 
-def test_sizes_left_out_are_the_standard_ones(monkeypatch, capsys):
-    ran: list[_demo.Case] = []
+def test_omitted_sizes_are_the_standard_ones(monkeypatch, capsys):
+    ran: list[Case] = []
     monkeypatch.setattr(
-        _demo, "compare", lambda case, *_: ran.append(case) or _demo.Comparison([], [], True, (), ())
+        comparison,
+        "compare",
+        lambda case, *_: ran.append(case) or comparison.Comparison([], [], True, (), ()),
     )
+    monkeypatch.setattr(comparison, "show", lambda *_: "")
     for options in ([], ["--causal"], ["--seq-len", "7", "--batch", "3"], ["--show", "--heads", "3"]):
-        ran_before, arguments = len(ran), ["--device", "cpu", *options]
-        monkeypatch.setattr(_demo, "show", lambda *_: "")
-        assert main(arguments) == 0
+        ran_before = len(ran)
+        assert main(["--device", "cpu", *options]) == 0
         assert len(ran) - ran_before == (1 if options else 2)
     assert [case.is_causal for case in ran] == [False, True, True, False, False]
     assert [case.shape for case in ran] == [(1, 4096, 4, 64)] * 3 + [(3, 7, 4, 64), (1, 8, 3, 4)]
@@ -115,18 +118,18 @@ def test_sizes_left_out_are_the_standard_ones(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("rows", "is_causal"), [(24, False), (7, False), (7, True)])
 def test_reference(rows, is_causal, monkeypatch):
-    """Its blocks of rows change nothing, also where they do not divide the length."""
-    monkeypatch.setattr(_demo, "_REFERENCE_SCORES", 24 * rows)
+    """Blocks of rows do not change the results, even where they do not divide the length."""
+    monkeypatch.setattr(check, "_MAX_SCORES", 24 * rows)
     jax.config.update("jax_enable_x64", True)
-    _demo._exact.clear_cache()
-    operands = _demo.Case("float64", 2, 24, 2, 8).operands()
-    got, rounding = _demo._exact(*operands, is_causal=is_causal)
+    check.exact.clear_cache()
+    operands = Case("float64", 2, 24, 2, 8).operands()
+    got, changes = check.exact(*operands, is_causal=is_causal)
     exact = oracle.attention(*operands, is_causal=is_causal)
-    for name, x in zip(_demo.TENSORS, got, strict=True):
+    for name, x in zip(TENSORS, got, strict=True):
         np.testing.assert_allclose(x, getattr(exact, name), atol=1e-13, err_msg=name)
-    error_of_delta = np.sqrt(np.sum((np.asarray(operands[3]) * exact.out) ** 2, axis=-1))
-    changed = oracle.attention(*operands, dlse=error_of_delta, is_causal=is_causal)
-    for name, x in zip(_demo.TENSORS, rounding, strict=True):
+    delta_error = np.sqrt(np.sum((np.asarray(operands[3]) * exact.out) ** 2, axis=-1))
+    changed = oracle.attention(*operands, dlse=delta_error, is_causal=is_causal)
+    for name, x in zip(TENSORS, changes, strict=True):
         change = np.abs(getattr(changed, name) - getattr(exact, name)).max()
         np.testing.assert_allclose(x, change, atol=1e-13, err_msg=name)
 
@@ -154,7 +157,7 @@ def test_wrong_results_fail(dtype, fault, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", ["query", "key"])
 def test_wrong_gradients_fail(name, monkeypatch, capsys):
-    """5 per cent too much of one gradient, the output as it should be."""
+    """One gradient is 5 per cent too large; the output is right."""
     right, axis = jax_flash.flash_attention, ("query", "key").index(name)
 
     def wrong(*operands, **options):
@@ -167,7 +170,7 @@ def test_wrong_gradients_fail(name, monkeypatch, capsys):
     assert f"d{name[0]}" in capsys.readouterr().out.split(" FAILED")[0].split(",")[-1]
 
 
-def test_what_xla_does_not_do_is_said(monkeypatch, capsys):
+def test_reports_an_error_of_xla(monkeypatch, capsys):
     def refuse(*_, **__):
         raise ValueError("not here\nnor there")
 
@@ -178,7 +181,7 @@ def test_what_xla_does_not_do_is_said(monkeypatch, capsys):
     assert "XLA's attention, full forward: not here\n" in printed
 
 
-def test_what_we_do_not_do_is_said(monkeypatch, capsys):
+def test_reports_an_error_of_ours(monkeypatch, capsys):
     def refuse(*_, **__):
         raise NotImplementedError("No such kernel.")
 
@@ -192,17 +195,16 @@ def test_what_we_do_not_do_is_said(monkeypatch, capsys):
 
 @pytest.mark.parametrize("shape", [(3, 6, 2, 4), (3, 6, 4)])
 def test_show(shape, on_platform, tmp_path, capsys):
-    """What it prints of a file's values, against values that are computed here."""
-    values = (
-        np.round(8 * np.random.default_rng(0).standard_normal(shape)) / 8
-    )  # exact in float32, and printed so
+    """The values printed for a file, against those computed here."""
+    # Multiples of 1/8 are exact in float32, and as they are printed.
+    values = np.round(8 * np.random.default_rng(0).standard_normal(shape)) / 8
     np.save(tmp_path / "qkv.npy", values)
     q, k, v = values.reshape(3, 1, 6, -1, 4)
     heads = q.shape[2]
     with jax.default_matmul_precision("highest"):
-        arguments = [*on_platform, "--dtype", "float32", "--causal", "--show"]
-        assert main([*arguments, "--init", "npy", str(tmp_path / "qkv.npy")]) == 0
-    dout = _demo.Case("float32", 1, 6, heads, 4).operands()[3]
+        options = [*on_platform, "--dtype", "float32", "--causal", "--show"]
+        assert main([*options, "--init", "npy", str(tmp_path / "qkv.npy")]) == 0
+    dout = Case("float32", 1, 6, heads, 4).operands()[3]
     exact = oracle.attention(q, k, v, dout, is_causal=True)
     printed = capsys.readouterr().out
     assert f"given float32 [1, 6, {heads}, 4]" in printed
@@ -211,7 +213,7 @@ def test_show(shape, on_platform, tmp_path, capsys):
             got = matrix(printed, f"{name}[0, :, {head}, :]")
             np.testing.assert_allclose(got, x[0, :, head], atol=1e-4, err_msg=name)
     for name in ("dQ", "dK", "dV"):
-        lines = printed.split(f"{name}, its first values")[1].split("\n\n")[0].splitlines()[1:]
+        lines = printed.split(f"{name}, first values")[1].split("\n\n")[0].splitlines()[1:]
         assert len(lines) == 10
         right = getattr(exact, name.lower())
         for line, index in zip(lines, np.ndindex(right.shape), strict=False):
@@ -226,7 +228,7 @@ def test_show(shape, on_platform, tmp_path, capsys):
 def test_show_of_a_large_case_is_short(capsys):
     assert main(["--device", "cpu", "--show", "--seq-len", "300", "--heads", "3", "--head-dim", "16"]) == 0
     printed = capsys.readouterr().out
-    assert "The corners of one of 3 heads:" in printed
+    assert "The first of 3 heads:" in printed
     assert "..." in printed.split("out[0, :, 0, :] =")[1].split("\n\n")[0]
     assert "out[0, :, 1, :]" not in printed
     assert len(printed.splitlines()) < 100
@@ -263,7 +265,7 @@ def test_sweep(on_platform, tmp_path, capsys):
         assert float(row["milliseconds"]) > 0
         assert row["jax"] == jax.__version__
     for length in (512, 1024):
-        # q, k and v, and out; dout and three gradients more; XLA's has scores besides.
+        # q, k, v and out; with the backward pass dout and three gradients; XLA also holds the scores.
         assert int(rows[length, "forward", "jax_flash"]["bytes"]) >= 4 * (4 * length * 8)
         assert int(rows[length, "forward + backward", "jax_flash"]["bytes"]) >= 8 * (4 * length * 8)
         assert int(rows[length, "forward", "XLA"]["bytes"]) > 4 * length**2
@@ -274,10 +276,9 @@ def test_sweep(on_platform, tmp_path, capsys):
     assert "not run" not in printed
 
 
-def test_sweep_where_xla_gives_up(monkeypatch, tmp_path, capsys):
-    """Its program of 1,024 is compiled and found too large; ours goes on."""
-    monkeypatch.setattr(_sweep, "memory_bytes", lambda _: 3_000_000)
-    monkeypatch.setattr(_measure, "memory_bytes", lambda _: 3_000_000)
+def test_sweep_skips_what_is_too_large(monkeypatch, tmp_path, capsys):
+    """XLA's program of 1,024 is compiled and found too large; ours still runs."""
+    monkeypatch.setattr(devices, "memory_bytes", lambda _: 3_000_000)
     assert main(["--device", "cpu", *TINY_SWEEP, "--output", str(tmp_path)]) == 0
     rows = sweep_rows(tmp_path)
     assert rows[512, "forward", "XLA"]["status"] == "measured"
@@ -288,13 +289,13 @@ def test_sweep_where_xla_gives_up(monkeypatch, tmp_path, capsys):
     assert rows[1024, "forward + backward", "jax_flash"]["status"] == "measured"
     printed = capsys.readouterr().out
     assert (
-        "forward, XLA, from 1,024 on: not run, as it needs 0.0 GiB of memory and there are 0.0 GiB."
+        "forward, XLA, from 1,024 on: not run, as it needs 0.0 GiB of memory and 0.0 GiB are available."
         in printed
     )
 
 
 def test_sweep_where_memory_runs_out(monkeypatch, tmp_path, capsys):
-    """A program that was thought to fit."""
+    """A program that was expected to fit."""
 
     def run_out(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes.\nmore")
@@ -310,17 +311,14 @@ def test_sweep_where_memory_runs_out(monkeypatch, tmp_path, capsys):
     )
 
 
-def test_sweep_leaves_out_what_takes_long(tmp_path, capsys):
+def test_sweep_skips_what_is_too_slow(tmp_path, capsys):
     assert main(["--device", "cpu", *TINY_SWEEP, "--max-seconds", "1e-9", "--output", str(tmp_path)]) == 0
     rows = sweep_rows(tmp_path)
     assert {row["status"] for (length, *_), row in rows.items() if length == 512} == {"measured"}
     assert {row["status"] for (length, *_), row in rows.items() if length == 1024} == {"too slow"}
     assert all(int(row["bytes"]) > 0 for row in rows.values())
-    printed = capsys.readouterr().out
-    assert (
-        "forward, jax_flash, from 1,024 on: not run, as a call is predicted to take longer than the 1e-09 s"
-        in printed
-    )
+    reason = "not run, as one call is predicted to take more than 1e-09 s (--max-seconds)."
+    assert f"forward, jax_flash, from 1,024 on: {reason}" in capsys.readouterr().out
 
 
 def test_sweep_fails_where_our_attention_does(monkeypatch, tmp_path, capsys):
@@ -333,7 +331,7 @@ def test_sweep_fails_where_our_attention_does(monkeypatch, tmp_path, capsys):
 
 
 def test_plots(tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason="the plots need matplotlib, of the extra bench")
+    pytest.importorskip("matplotlib", reason="the plots need matplotlib (extra: bench)")
     assert main(["--device", "cpu", *TINY_SWEEP, "--max-seconds", "1e-9", "--output", str(tmp_path)]) == 0
     assert f"Written to {tmp_path}: sweep.csv, time.png, memory.png" in capsys.readouterr().out
     for name in ("time.png", "memory.png"):
@@ -346,7 +344,8 @@ def test_no_matplotlib(monkeypatch, tmp_path, capsys):
     assert main(["--device", "cpu", *TINY_SWEEP, "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert (
-        "There is no matplotlib here, so no plots will be drawn: pip install '.[bench]' brings it." in printed
+        "matplotlib is not installed, so no plots will be drawn: pip install '.[bench]' installs it."
+        in printed
     )
     assert "bench" in importlib.metadata.metadata("jax_flash").get_all("Provides-Extra")
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.csv"]
@@ -356,35 +355,35 @@ def test_no_matplotlib(monkeypatch, tmp_path, capsys):
 # ---- Parts ----------------------------------------------------------------------------------------------------
 
 
-def test_memory_of_this_machine():
-    free = _measure.memory_bytes(jax.devices("cpu")[0])
+def test_available_memory_of_this_machine():
+    free = devices.memory_bytes(jax.devices("cpu")[0])
     assert 0 < free < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_time_is_that_of_one_call(monkeypatch):
-    """Whether calls are waited for one by one or launched in slices."""
+    """With a wait for each call, and with slices of calls."""
     clock = [0.0]
-    monkeypatch.setattr(_measure.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
 
     def call():
         clock[0] += 3e-3
         return ()
 
-    for in_flight in (False, True):
-        assert _measure._time(call, in_flight) == pytest.approx(3e-3)
+    for asynchronous in (False, True):
+        assert measure._seconds_per_call(call, asynchronous) == pytest.approx(3e-3)
 
 
 def test_bar_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    progress = _measure.Progress(2)
-    progress("one")
-    progress("two")
+    bar = progress.Progress(2)
+    bar("one")
+    bar("two")
     assert f"\r[{'#' * 15:30}] 1/2 two" in capsys.readouterr().err
-    progress.clear()
+    bar.clear()
     assert capsys.readouterr().err.strip() == ""
 
 
-# ---- What is refused -----------------------------------------------------------------------------------------
+# ---- Errors --------------------------------------------------------------------------------------------------
 
 
 def error_of(arguments: list[str], capsys) -> str:
@@ -410,9 +409,9 @@ def error_of(arguments: list[str], capsys) -> str:
         ("--sweep --max-seq-len 100", "--max-seq-len must be at least 512, got 100"),
         ("--sweep --max-seconds 0", "argument --max-seconds: must be a positive number of seconds, got '0'"),
         ("--sweep --output README", "--output: [Errno 17] File exists: 'README'"),
-        ("--max-seq-len 1024", "--max-seq-len goes with --sweep only"),
-        ("--max-seconds 1", "--max-seconds goes with --sweep only"),
-        ("--output here", "--output goes with --sweep only"),
+        ("--max-seq-len 1024", "--max-seq-len requires --sweep"),
+        ("--max-seconds 1", "--max-seconds requires --sweep"),
+        ("--output here", "--output requires --sweep"),
         ("--sequence 3", "unrecognized arguments: --sequence 3"),
     ],
 )
@@ -430,7 +429,7 @@ def test_bad_arguments(arguments, message, monkeypatch, tmp_path, capsys):
         (np.zeros((3, 1, 6, 2, 4)), "got [3, 1, 6, 2, 4]"),
         (np.zeros((3, 0, 4)), "got [3, 0, 4]"),
         (np.zeros((3, 6, 4), np.int32), "got int32"),
-        (None, "and is no such file"),
+        (None, "; NumPy cannot read it: "),
     ],
 )
 def test_bad_files(array, got, tmp_path, capsys):
