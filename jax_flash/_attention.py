@@ -118,11 +118,12 @@ def flash_attention(
 
     scale_factor = _support.check_scale_array(scale)
     if scale_factor is not None:
-        # A power of two, so that the factor that is left is exact; near the default, so that float16 has room for dq
-        # and dk without it.
+        # A power of two, so that the remaining factor is exact; near the default, so that float16 has room for dq and
+        # dk without it.
         scale = 2.0 ** round(math.log2(1 / math.sqrt(query.shape[-1])))
         scale_factor = scale_factor / scale
-    options = dict(
+    options = AttentionOptions.resolve(
+        query.shape[-1],
         scale=scale,
         is_causal=is_causal,
         local_window_size=local_window_size,
@@ -131,60 +132,52 @@ def flash_attention(
         precision=precision,
         deterministic=deterministic,
     )
-    resolved = AttentionOptions.resolve(query.shape[-1], **options)
     return_residual = static_bool("return_residual", return_residual)
 
-    operands = dict(
-        query_seq_lengths=_support.check_lengths("query_seq_lengths", query_seq_lengths, batch),
-        key_value_seq_lengths=_support.check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
-        query_offset=_support.check_query_offset(query_offset, batch),
-    )
+    query_seq_lengths = _support.check_lengths("query_seq_lengths", query_seq_lengths, batch)
+    key_value_seq_lengths = _support.check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
+    query_offset = _support.check_query_offset(query_offset, batch)
     bias = _support.check_bias(bias, scores)
     mask = _support.check_mask(mask, scores)
-    segment_ids = _support.check_segment_ids(segment_ids, query, key)
+    query_ids, key_value_ids = _support.check_segment_ids(segment_ids, query, key)
     sinks = _support.check_sinks(sinks, query.shape[-2])
-    dropout_rng = _support.check_dropout_rng(dropout_rng, resolved.dropout_rate)
-
-    if implementation == "xla":
-        return _reference.attention(
-            query,
-            key,
-            value,
-            bias,
-            mask,
-            segment_ids=segment_ids,
-            sinks=sinks,
-            dropout_rng=dropout_rng,
-            scale_factor=scale_factor,
-            return_residual=return_residual,
-            **operands,
-            **options,
-        )
+    dropout_rng = _support.check_dropout_rng(dropout_rng, options.dropout_rate)
 
     if not is_batched:
         query, key, value = query[None], key[None], value[None]
-    batch, _, num_heads, _ = query.shape
-    if isinstance(bias, Alibi):
-        operands["alibi_slopes"] = _per_head(bias.slopes, query)
-    elif bias is not None:
-        # The kernels compute logits in float32 or in query's dtype: a bias in float64 beside others has no more to say.
-        exact = bias.dtype != jnp.float64 or query.dtype == jnp.float64
-        operands["bias"] = _with_four_axes(bias if exact else bias.astype(jnp.float32))
-    if scale_factor is not None:
-        operands["scale_factor"] = _per_batch(scale_factor, query)
-    if mask is not None:
-        operands["mask"] = _with_four_axes(mask)
-    if segment_ids is not None:
-        for name, ids in zip(("query_segment_ids", "key_value_segment_ids"), segment_ids, strict=True):
-            operands[name] = ids if is_batched else ids[None]
-    if sinks is not None:
-        operands["sinks"] = _per_head(sinks, query)
-    if dropout_rng is not None:
-        operands["dropout_seeds"] = _dropout.make_seeds(dropout_rng, batch, num_heads)
-    operands = {name: x for name, x in operands.items() if x is not None}
+    bias, alibi_slopes = (None, bias.slopes) if isinstance(bias, Alibi) else (bias, None)
+    operands = dict(
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        query_offset=query_offset,
+        scale_factor=scale_factor,
+        sinks=sinks,
+        query_segment_ids=query_ids,
+        key_value_segment_ids=key_value_ids,
+        mask=mask,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        dropout_seeds=dropout_rng,
+    )
+    operands = {name: _NORMAL_FORMS[name](x, query) for name, x in operands.items() if x is not None}
     arrays = _typed_alike(query, key, value, operands)
-    results = (_attention if return_residual else _attention_without_lse)(resolved, *arrays)
+    if implementation == "xla":
+        out, lse = _reference.attention(*arrays, options)
+    elif return_residual:
+        out, lse = _fused_attention(*arrays, options)
+    else:
+        out, lse = _fused_attention_without_lse(*arrays, options), None
+    results = (out, lse) if return_residual else out
     return results if is_batched else jax.tree.map(lambda x: x[0], results)
+
+
+def _as_it_is(x, query):
+    return x
+
+
+def _with_batch_axis(x, query):
+    """[T] or [B, T] as [B, T]."""
+    return x if x.ndim == 2 else x[None]
 
 
 def _per_batch(x, query):
@@ -194,12 +187,8 @@ def _per_batch(x, query):
     return jnp.broadcast_to(x.astype(_lse_dtype(query)), query.shape[:1], out_sharding=out_sharding)
 
 
-def _lse_dtype(query):
-    return jnp.promote_types(query.dtype, jnp.float32)
-
-
 def _per_head(x, query):
-    """[N] as [B, N], in lse's dtype: with one row for each batch element it is mapped and sharded like the rest."""
+    """[N] as [B, N], in lse's dtype: with a row for each batch element it is mapped and sharded like the rest."""
     x = x.astype(_lse_dtype(query))
     spec = _explicit_spec(query)
     if spec is None:
@@ -209,8 +198,35 @@ def _per_head(x, query):
     return jnp.broadcast_to(x, (query.shape[0], *x.shape), out_sharding=PartitionSpec(batch, heads))
 
 
-def _with_four_axes(x):
+def _with_four_axes(x, query):
+    if x.dtype == jnp.float64:
+        x = x.astype(_lse_dtype(query))  # in which the logits are computed
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def _as_seeds(rng, query):
+    batch, _, num_heads, _ = query.shape
+    return _dropout.make_seeds(rng, batch, num_heads)
+
+
+def _lse_dtype(query):
+    return jnp.promote_types(query.dtype, jnp.float32)
+
+
+# From the arguments of `flash_attention`, without or with a batch axis, to the operands of the primitives.
+_NORMAL_FORMS = {
+    "query_seq_lengths": _as_it_is,
+    "key_value_seq_lengths": _as_it_is,
+    "query_offset": _as_it_is,
+    "scale_factor": _per_batch,
+    "sinks": _per_head,
+    "query_segment_ids": _with_batch_axis,
+    "key_value_segment_ids": _with_batch_axis,
+    "mask": _with_four_axes,
+    "bias": _with_four_axes,
+    "alibi_slopes": _per_head,
+    "dropout_seeds": _as_seeds,
+}
 
 
 dot_product_attention = flash_attention
@@ -220,21 +236,21 @@ _BIASES = ("bias", "alibi_slopes")
 
 
 # With jits of their own, the gradient of an eager call is one program, too, in which XLA drops the passes that nobody
-# asked for. (A custom_vjp that knows by itself, by symbolic_zeros, eager shard_map does not take.)
-@functools.partial(jax.jit, static_argnums=0)
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(options, query, key, value, operands):
+# asked for. (Eager shard_map does not take a custom_vjp with symbolic_zeros, which would know by itself.)
+@functools.partial(jax.jit, static_argnums=4)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _fused_attention(query, key, value, operands, options):
     return _primitives.forward(query, key, value, operands, options)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention_without_lse(options, query, key, value, operands):
+@functools.partial(jax.jit, static_argnums=4)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _fused_attention_without_lse(query, key, value, operands, options):
     """The common case: the log-sum-exp has no cotangent, one array less for the kernel to read."""
     return _primitives.forward(query, key, value, operands, options)[0]
 
 
-def _attention_fwd(options, query, key, value, operands):
+def _attention_fwd(query, key, value, operands, options):
     out, lse = _primitives.forward(query, key, value, operands, options)
     out = checkpoint_name(out, "flash_attention_out")
     lse = checkpoint_name(lse, "flash_attention_lse")
@@ -267,8 +283,8 @@ def _attention_without_lse_bwd(options, residuals, dout):
     return _attention_bwd(options, residuals, (dout, None))
 
 
-_attention.__wrapped__.defvjp(_attention_fwd, _attention_bwd)
-_attention_without_lse.__wrapped__.defvjp(_attention_without_lse_fwd, _attention_without_lse_bwd)
+_fused_attention.__wrapped__.defvjp(_attention_fwd, _attention_bwd)
+_fused_attention_without_lse.__wrapped__.defvjp(_attention_without_lse_fwd, _attention_without_lse_bwd)
 
 
 def _sum_to(sums, like):

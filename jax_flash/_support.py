@@ -138,10 +138,10 @@ def check_mask(mask: Any, scores: tuple[int, ...]) -> jax.Array | None:
 
 def check_segment_ids(
     segment_ids: Any, query: jax.Array, key: jax.Array
-) -> tuple[jax.Array, jax.Array] | None:
+) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
     """Checks segment ids, and returns those of the queries and those of the keys."""
     if segment_ids is None:
-        return None
+        return None, None
     if isinstance(segment_ids, tuple | list):
         if len(segment_ids) != 2:
             raise ValueError(
@@ -155,13 +155,13 @@ def check_segment_ids(
         )
     else:
         segment_ids = (segment_ids, segment_ids)
-    pair = tuple(as_array("segment_ids", ids) for ids in segment_ids)
-    for ids, x in zip(pair, (query, key), strict=True):
+    query_ids, key_ids = (as_array("segment_ids", ids) for ids in segment_ids)
+    for ids, x in ((query_ids, query), (key_ids, key)):
         if ids.dtype != jnp.int32:
             raise TypeError(f"segment_ids must be int32, got {ids.dtype}.")
         if ids.shape != x.shape[:-2]:
             raise ValueError(f"segment_ids must have shape {list(x.shape[:-2])}, got {_shape(ids)}.")
-    return pair
+    return query_ids, key_ids
 
 
 def check_sinks(sinks: Any, num_heads: int) -> jax.Array | None:
