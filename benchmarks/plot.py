@@ -14,40 +14,53 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator
 
 Json = dict[str, Any]
 
 NAMES = {"jax_flash": "jax_flash", "cudnn": "cuDNN (jax.nn)", "xla": "XLA (jax.nn)"}
 COLORS = {"jax_flash": "#c2410c", "cudnn": "#2563eb", "xla": "#6b7280"}
+# Inches. The first page shows the picture 740 pixels wide, at which 10 points are 11 pixels.
+WIDTH, ROW_HEIGHT, LEGEND_HEIGHT = 9.2, 2.3, 0.7
+FONTS = {"font.size": 10, "axes.titlesize": 10, "figure.titlesize": 11}
 
 
+@mpl.rc_context(FONTS)
 def draw(figures: pathlib.Path) -> pathlib.Path:
     """Draws the figures of a JSON file into a PNG beside it and returns that file's path."""
     report = json.loads(figures.read_text())
     facts = report["environment"]
     standard = [cell for cell in report["cells"] if cell["section"] == "standard"]
+    float32 = [c for c in report["cells"] if c["section"] == "float32" and not c["is_causal"]]
     head_dims = sorted({cell["head_dim"] for cell in standard})
     measured = report["cells"] + report["memory"]
     names = [name for name in NAMES if any(name in cell["results"] for cell in measured)]
 
-    columns = len(head_dims) + 1
-    figure = plt.figure(figsize=(3.6 * columns + 0.4, 6.6), layout="constrained")
-    grid = figure.add_gridspec(2, columns)
-    for row, direction in enumerate(("forward", "backward")):
-        panels = []
-        for column, head_dim in enumerate(head_dims):
-            axes = figure.add_subplot(grid[row, column])
-            panels.append(axes)
-            cells = [c for c in standard if c["head_dim"] == head_dim and c["direction"] == direction]
-            _speed(axes, cells, names, on_gpu=facts["platform"] == "gpu")
-            axes.set_title(f"{direction}, H = {head_dim}, {cells[0]['dtype'] if cells else ''}", fontsize=10)
-        top = max((axes.get_ylim()[1] for axes in panels), default=1)
-        for axes in panels:
+    # A row for each direction and one for the rest; a single head dim fits into one row.
+    rows: list[list[Any]] = [[(direction, dim) for dim in head_dims] for direction in ("forward", "backward")]
+    rows.append(["memory", "float32"] if float32 else ["memory"])
+    if len(head_dims) <= 1:
+        rows = [[panel for row in rows for panel in row]]
+    figure = plt.figure(figsize=(WIDTH, ROW_HEIGHT * len(rows) + LEGEND_HEIGHT), layout="constrained")
+    grid = figure.add_gridspec(len(rows), 1)
+    for row, panels in enumerate(rows):
+        places = grid[row].subgridspec(1, len(panels))
+        speeds = []
+        for column, panel in enumerate(panels):
+            axes = figure.add_subplot(places[column])
+            if panel == "memory":
+                _memory(axes, report["memory"], names)
+            elif panel == "float32":
+                _bars(axes, float32, names)
+            else:
+                direction, dim = panel
+                cells = [c for c in standard if c["head_dim"] == dim and c["direction"] == direction]
+                _speed(axes, cells, names, on_gpu=facts["platform"] == "gpu")
+                axes.set_title(f"{direction}, H = {dim}, {cells[0]['dtype'] if cells else ''}")
+                speeds.append(axes)
+        top = max((axes.get_ylim()[1] for axes in speeds), default=1)
+        for axes in speeds:
             axes.set_ylim(0, top)
-    float32 = [c for c in report["cells"] if c["section"] == "float32" and not c["is_causal"]]
-    _memory(figure.add_subplot(grid[0, -1] if float32 else grid[:, -1]), report["memory"], names)
-    if float32:
-        _bars(figure.add_subplot(grid[1, -1]), float32, names)
 
     handles = [Line2D([], [], color=COLORS[name], marker="o", label=NAMES[name]) for name in names]
     handles += [
@@ -55,9 +68,9 @@ def draw(figures: pathlib.Path) -> pathlib.Path:
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     versions = [f"{name} {facts[name]}" for name in ("jax", "cuda", "cudnn", "driver") if facts.get(name)]
-    figure.suptitle(f"{facts['device']} ({', '.join(versions)}, {facts['date'][:10]})", fontsize=11)
+    figure.suptitle(f"{facts['device']} ({', '.join(versions)}, {facts['date'][:10]})")
     image = figures.with_suffix(".png")
-    figure.savefig(image, dpi=130)
+    figure.savefig(image, dpi=200)
     plt.close(figure)
     return image
 
@@ -83,20 +96,32 @@ def _speed(axes: Axes, cells: list[Json], names: list[str], *, on_gpu: bool) -> 
 
 def _memory(axes: Axes, shapes: list[Json], names: list[str]) -> None:
     """Memory of one program of forward and backward against the sequence length."""
-    for name in names:
+    for width, name in zip(
+        (5, 2, 2), names, strict=False
+    ):  # a wide line is seen under another of the same values
         points = sorted(
             (shape["seq_len"], shape["results"][name]["bytes"] / 2**20)
             for shape in shapes
             if shape["results"].get(name, {}).get("bytes") is not None
         )
         if points:
-            axes.loglog(*zip(*points, strict=True), color=COLORS[name], marker="o", markersize=4)
+            axes.plot(
+                *zip(*points, strict=True),
+                color=COLORS[name],
+                marker="o",
+                markersize=3 + width,
+                linewidth=width,
+            )
     if shapes:
         shape = shapes[0]
         size = f"{shape['batch']} x T x {shape['num_heads']} x {shape['head_dim']}"
-        axes.set_title(f"memory, {size}, {shape['dtype']}", fontsize=10)
+        axes.set_title(f"memory, {size}, {shape['dtype']}")
+        axes.set_ylabel("forward + backward")
     _length_axis(axes, sorted({shape["seq_len"] for shape in shapes}))
-    axes.set_ylabel("forward and backward, MiB")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_locator(LogLocator(base=8))
+    axes.yaxis.set_major_formatter(lambda mib, _: f"{mib:g} MiB" if mib < 1024 else f"{mib / 1024:g} GiB")
+    axes.minorticks_off()
 
 
 def _bars(axes: Axes, cells: list[Json], names: list[str]) -> None:
@@ -109,8 +134,8 @@ def _bars(axes: Axes, cells: list[Json], names: list[str]) -> None:
         for offset, name in enumerate(names):
             speed = cell["results"].get(name, {}).get("tflops", 0)
             axes.bar(position + (offset + 0.5) * width - 0.4, speed, width, color=COLORS[name])
-    axes.set_xticks(range(len(cells)), [f"{c['precision']}\n{c['direction']}" for c in cells], fontsize=8)
-    axes.set_title(f"float32, T = {_length(longest)}, H = {cells[0]['head_dim']}, full", fontsize=10)
+    axes.set_xticks(range(len(cells)), [f"{c['precision']}\n{c['direction']}" for c in cells])
+    axes.set_title(f"float32, T = {_length(longest)}, H = {cells[0]['head_dim']}, full")
     axes.set_ylabel("TFLOP/s")
     axes.grid(axis="y", alpha=0.3)
 
