@@ -40,75 +40,73 @@ def flash_attention(
     return_residual: bool = False,
     implementation: Literal["xla"] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Exact softmax attention that never writes the score matrix.
+    r"""Exact softmax attention that never materializes the score matrix.
 
     Computes :math:`\mathrm{softmax}(\mathrm{scale} \cdot Q K^T) V` for each head, in tiles, with memory linear in T
     and S (FlashAttention, https://arxiv.org/abs/2205.14135, and FlashAttention-2, https://arxiv.org/abs/2307.08691).
-    The forward pass keeps the log-sum-exp of each row; the backward pass recomputes the probabilities from it.
+    The forward pass stores the log-sum-exp of each row; the backward pass recomputes the probabilities from it.
 
-    It takes the arguments of :func:`jax.nn.dot_product_attention` with the same meanings (but for the dtype and the
-    gradient of the residual), and works under `jit`, `grad` (reverse mode, first order), `vmap`, `scan`, `checkpoint`,
-    `shard_map` and sharded `jit`, where it is partitioned over batch and heads. The residuals of the gradient are named
-    `flash_attention_out` and `flash_attention_lse`, for policies such as
-    `jax.checkpoint_policies.save_only_these_names`.
+    The arguments of :func:`jax.nn.dot_product_attention` keep their names and meanings. The function works under
+    `jit`, `grad` (reverse mode, first order), `vmap`, `scan`, `checkpoint`, `shard_map` and sharded `jit`, which
+    partitions it over batch and heads. The documentation's page on semantics has the rules: the formula, fully
+    masked rows, NaN, precision, determinism, memory, sharding, and the names of the residuals for `checkpoint`.
 
-    The letters are B batch, T query length, S key length, N query heads, K key heads (N is a multiple of K, and
-    query head n reads key head n // (N // K): grouped-query attention, https://arxiv.org/abs/2305.13245), H head
-    dim, Hv head dim of the values. All arrays may come without B; then lengths and offsets are scalars or [1].
+    Shapes use these letters: B batch, T query length, S key length, N query heads, K key heads, H head dim, Hv head
+    dim of the values. N is a multiple of K, and query head n reads key head n // (N // K): grouped-query attention,
+    https://arxiv.org/abs/2305.13245. All arrays may come without B; lengths and offsets are then scalars or [1].
 
-    Query i sees key j where all masking options allow it. The output of a row that sees no key is 0, its
-    log-sum-exp is -inf, and its gradients are 0.
+    Query i sees key j if every masking option allows it. A row that sees no key has output 0, log-sum-exp -inf and
+    zero gradients.
 
     Args:
       query: float16, bfloat16, float32 or float64 (not on GPUs) array, [B, T, N, H].
       key: array of query's dtype, [B, S, K, H].
       value: array of query's dtype, [B, S, K, Hv].
-      bias: floating-point array of any of query's dtypes, broadcastable to [B, N, T, S], that is added to the
-        scaled logits; or :class:`Alibi`. Read where it lies. Differentiable: its gradient is summed in float32 (in
-        float64 for float64), always in one order, and takes a pass of its own.
-      mask: bool array, broadcastable to [B, N, T, S]; True where the key is visible. Never expanded; tiles that
-        it hides take no time.
-      scale: finite number that multiplies the logits; None: 1 / sqrt(H). Or a scalar array, which may be traced and
-        is differentiable (a learned temperature).
-      is_causal: whether key j is visible to query i only if j <= i + query_offset.
+      bias: array of any of the dtypes above, broadcastable to [B, N, T, S], added to the scaled logits; or
+        :class:`Alibi`. Read in place. Differentiable, by a pass of its own.
+      mask: bool array, broadcastable to [B, N, T, S]; True where the key is visible. Read in place; tiles that it
+        hides are skipped.
+      scale: finite number that multiplies the logits, 1 / sqrt(H) if None; or a scalar array, which may be traced
+        and is differentiable (a learned temperature).
+      is_causal: whether query i sees key j only if j <= i + query_offset.
       query_seq_lengths: int32 [B]; queries at and beyond their length see no key. Clamped to [0, T].
-      key_value_seq_lengths: int32 [B]; keys at and beyond their length are not visible. Clamped to [0, S].
-        What the rows beyond the lengths hold, NaN included, has no influence on any result.
-      local_window_size: a pair (left, right), or w for (w, w), of ints >= 0: key j is visible to query i only
-        if i + query_offset - left <= j <= i + query_offset + right. None in a pair: no limit on that side.
-      logits_soft_cap: number c > 0; the logits, with scale and bias, become c * tanh(logits / c).
-      query_offset: int, or int32 scalar or [B], which may be traced: the position of query 0 among the keys.
-        S - T aligns the last query with the last key; the length of the cache serves decoding.
-      segment_ids: int32 [B, T] (where T == S), or a pair of [B, T] and [B, S]: a query sees the keys of its own
-        segment. Any value is a segment, and padding one of its own. Where ids are sorted, tiles of others'
-        segments take no time.
+      key_value_seq_lengths: int32 [B]; keys at and beyond their length are not visible. Clamped to [0, S]. Rows
+        beyond the lengths influence no result, even if they hold NaN.
+      local_window_size: pair (left, right) of ints >= 0, or w for (w, w): query i sees key j only if
+        i + query_offset - left <= j <= i + query_offset + right. None in a pair: no limit on that side.
+      logits_soft_cap: number c > 0; the logits, after scale and bias, become c * tanh(logits / c).
+      query_offset: int, or int32 scalar or [B], which may be traced: the position of query 0 among the keys. S - T
+        aligns the last query with the last key; to decode, pass the length of the cache.
+      segment_ids: int32 [B, T] (if T == S), or a pair of [B, T] and [B, S]: a query sees the keys with its own id.
+        Any value is an id; give padding an id of its own. If ids are sorted, tiles of other segments are skipped.
       sinks: floating-point array [N]: a logit for each head that takes part in the softmax and has no value
-        (https://arxiv.org/abs/2309.17453). A row with a sink and no key has output 0 and the sink as
-        log-sum-exp. Differentiable.
-      dropout_rate: in [0, 1): this part of the normalised probabilities becomes 0, and the others are divided by
-        1 - dropout_rate. Rounded to a multiple of 2^-16.
-      dropout_rng: the PRNG key of the dropout, needed where dropout_rate is not 0. Which pairs are kept depends on
-        it and on batch, head, row and column alone: not on platform, tiles or sharding.
-      precision: of the products of float32 inputs: what `jax.lax.dot` takes, of a pair the more exact; None:
-        `jax.default_matmul_precision`. Accepted and without effect for other dtypes.
+        (https://arxiv.org/abs/2309.17453). A row with a sink and no key has output 0 and the sink as log-sum-exp.
+        Differentiable.
+      dropout_rate: in [0, 1), rounded to a multiple of 2^-16: this part of the normalized probabilities becomes 0,
+        and the others are divided by 1 - dropout_rate.
+      dropout_rng: PRNG key of the dropout, required if dropout_rate is not 0. The pairs that are kept depend only
+        on it, batch, head, row and column.
+      precision: of the products of float32 inputs on a GPU, as for `jax.lax.dot`; of a pair, the more exact part
+        counts. None: `jax.default_matmul_precision`. Accepted and without effect elsewhere.
       deterministic: whether the backward pass gives the same bits on every run, on a GPU at some cost in speed.
         (The forward pass and the CPU kernel always do.)
-      return_residual: whether to return also the log-sum-exp of each row's logits. (That of `jax.nn` has query's
-        dtype and no gradient.)
-      implementation: None: the fused kernel of the platform; "xla": plain XLA operations, which write the score
-        matrix, on any platform.
+      return_residual: whether to return the log-sum-exp of each row's logits, too. (In `jax.nn` it has query's dtype
+        and no gradient.)
+      implementation: None: the fused kernel of the platform; "xla": plain XLA operations on any platform, which
+        materialize the score matrix.
 
     Returns:
-      The output, [B, T, N, Hv] in query's dtype; with `return_residual` a pair of it and the log-sum-exp,
-      [B, T, N], natural logarithm, float32 (float64 for float64), with sinks and without dropout. Both are
+      The output, [B, T, N, Hv] in query's dtype. With `return_residual`, a pair of the output and the log-sum-exp,
+      [B, T, N], a natural logarithm in float32 (float64 for float64), with sinks and before dropout. Both are
       differentiable; the cotangent of an infinite log-sum-exp is ignored.
 
     Raises:
-      TypeError: an argument has the wrong type or dtype, or an option that must be static is traced.
+      TypeError: an argument has the wrong type or dtype, or a static option is traced.
       ValueError: an argument has the wrong rank, shape or value.
-      NotImplementedError: the fused kernels do not support this call (on a GPU also: float64, head dims over
-        256, and where a block has 99 KB of shared memory float32 gradients of head dims over 128), and
-        `implementation="xla"` does. Where it depends on the platform it is raised by lowering.
+      NotImplementedError: the fused kernels do not support this call, and `implementation="xla"` does: second
+        derivatives, platforms without kernels and, on a GPU, float64, head dims over 256, and, if a block has 99 KB
+        of shared memory, float32 gradients of head dims over 128. What depends on the platform is raised while the
+        call is lowered.
     """
     _support.check_implementation(implementation)
     query, key, value = _support.check_qkv(query, key, value)
