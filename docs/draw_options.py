@@ -20,17 +20,31 @@ import jax_flash
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, ListedColormap
+from matplotlib.colors import LinearSegmentedColormap, ListedColormap, PowerNorm
+from matplotlib.ticker import MaxNLocator
 
 FOLDER = pathlib.Path(__file__).parent / "options"
 SIZE = 16  # queries and keys, unless a picture says otherwise
-COLOR, PALE, EMPTY, EDGE = "#c2410c", "#fcd9bd", "#f3f4f6", "#ffffff"
+WIDTH, DOTS_PER_INCH = (
+    3.0,
+    240,
+)  # inches: options.md shows 720 pixels as about 200, at which 12 points are 11 pixels
+HEIGHTS = {
+    "query_offset": 1.6,
+    "bias": 3.6,
+    "alibi": 3.6,
+    "sinks": 3.5,
+}  # inches, where it is not the width
+LABEL_POINTS, TICK_POINTS = 13, 12
+COLOR, PALE, EMPTY, EDGE = "#c2410c", "#fcc79b", "#eceef1", "#ffffff"
 VISIBLE = ListedColormap([EMPTY, COLOR])
 KEPT = ListedColormap([EMPTY, PALE, COLOR])
 SHADES = LinearSegmentedColormap.from_list("shades", [EMPTY, COLOR])
 
 
-def weights(seqlen_q: int = SIZE, seqlen_kv: int = SIZE, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+def weights(
+    seqlen_q: int = SIZE, seqlen_kv: int = SIZE, **options: Any
+) -> tuple[np.ndarray, np.ndarray]:
     """What each query takes of each value, [T, S], and the log-sum-exp, [T]: of one head with logits of 0."""
     out, lse = jax_flash.flash_attention(
         jnp.zeros((1, seqlen_q, 1, 8)),
@@ -54,14 +68,15 @@ def logits(seqlen_q: int = SIZE, seqlen_kv: int = SIZE, **options: Any) -> np.nd
     return np.log(p) + lse[:, None]
 
 
-def draw_pairs(axes: Axes, pairs: np.ndarray, colors: mpl.colors.Colormap = VISIBLE, **mesh: Any) -> Any:
+def draw_pairs(
+    axes: Axes, pairs: np.ndarray, colors: mpl.colors.Colormap = VISIBLE, **mesh: Any
+) -> Any:
     """Queries as rows from the top, keys as columns."""
-    drawn = axes.pcolormesh(pairs, cmap=colors, edgecolors=EDGE, linewidth=0.5, **mesh)
+    drawn = axes.pcolormesh(pairs, cmap=colors, edgecolors=EDGE, linewidth=0.8, **mesh)
     axes.invert_yaxis()
     axes.set_aspect("equal")
     axes.set_xlabel("key j")
     axes.set_ylabel("query i")
-    axes.tick_params(length=0, labelsize=7)
     for axis, size in ((axes.xaxis, pairs.shape[1]), (axes.yaxis, pairs.shape[0])):
         ticks = range(0, size, 5)
         axis.set_ticks([tick + 0.5 for tick in ticks], [str(tick) for tick in ticks])
@@ -69,19 +84,31 @@ def draw_pairs(axes: Axes, pairs: np.ndarray, colors: mpl.colors.Colormap = VISI
     return drawn
 
 
-def of_pairs(seqlen_q: int = SIZE, seqlen_kv: int = SIZE, **options: Any) -> Callable[[Axes], None]:
+def draw_scale(axes: Axes, drawn: Any, label: str) -> None:
+    """The bar of colors, above the picture: beside it, it would take width."""
+    bar = axes.figure.colorbar(drawn, ax=axes, location="top", aspect=16, pad=0.03)
+    bar.ax.tick_params(length=0, labelsize=TICK_POINTS)
+    bar.ax.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+    bar.set_label(label, size=LABEL_POINTS)
+    bar.outline.set_visible(False)
+
+
+def of_pairs(
+    seqlen_q: int = SIZE, seqlen_kv: int = SIZE, **options: Any
+) -> Callable[[Axes], None]:
     """A picture of the visible pairs."""
-    return lambda axes: draw_pairs(axes, visible(seqlen_q, seqlen_kv, **options), vmin=0, vmax=1)
+    return lambda axes: draw_pairs(
+        axes, visible(seqlen_q, seqlen_kv, **options), vmin=0, vmax=1
+    )
 
 
 def of_logits(**options: Any) -> Callable[[Axes], None]:
     """A picture of what is added to the logits."""
 
     def draw(axes: Axes) -> None:
-        drawn = draw_pairs(axes, logits(**options), SHADES)
-        bar = axes.figure.colorbar(drawn, ax=axes, shrink=0.8)
-        bar.ax.tick_params(labelsize=7)
-        bar.outline.set_visible(False)
+        draw_scale(
+            axes, draw_pairs(axes, logits(**options), SHADES), "added to the logit"
+        )
 
     return draw
 
@@ -92,12 +119,18 @@ def of_sinks(sink: float) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
         p, _ = weights(is_causal=True, sinks=jnp.array([sink]))
         missing = 1 - p.sum(-1, keepdims=True)
-        drawn = draw_pairs(axes, np.concatenate([missing, np.full_like(missing, np.nan), p], axis=-1), SHADES)
+        gap = np.full((SIZE, 2), np.nan)
+        drawn = draw_pairs(
+            axes,
+            np.concatenate([missing, gap, p], axis=-1),
+            SHADES,
+            norm=PowerNorm(0.5),
+        )
         ticks = range(0, p.shape[1], 5)
-        axes.set_xticks([0.5, *(tick + 2.5 for tick in ticks)], ["sink", *map(str, ticks)])
-        bar = axes.figure.colorbar(drawn, ax=axes, shrink=0.8)
-        bar.ax.tick_params(labelsize=7)
-        bar.outline.set_visible(False)
+        axes.set_xticks(
+            [0.5, *(tick + 3.5 for tick in ticks)], ["sink", *map(str, ticks)]
+        )
+        draw_scale(axes, drawn, "weight")
 
     return draw
 
@@ -118,15 +151,14 @@ def of_soft_cap(cap: float) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
         before = np.linspace(-6, 6, 121, dtype=np.float32)
         after = logits(1, before.size, bias=jnp.asarray(before), logits_soft_cap=cap)[0]
-        axes.plot(before, before, color="#9ca3af", linestyle=":", linewidth=1)
-        axes.plot(before, after, color=COLOR)
+        axes.plot(before, before, color="#9ca3af", linestyle=":", linewidth=1.5)
+        axes.plot(before, after, color=COLOR, linewidth=2.5)
         axes.set_aspect("equal")
-        axes.set_xlabel("scale * q k + bias")
-        axes.set_ylabel("logit")
-        axes.set_xticks([-cap, 0, cap], ["-c", "0", "c"])
-        axes.set_yticks([-cap, 0, cap], ["-c", "0", "c"])
+        axes.set_xlabel("logit before")
+        axes.set_ylabel("logit after")
+        axes.set_xticks([-cap, 0, cap], ["$-c$", "$0$", "$c$"])
+        axes.set_yticks([-cap, 0, cap], ["$-c$", "$0$", "$c$"])
         axes.grid(alpha=0.4)
-        axes.tick_params(length=0, labelsize=7)
         axes.spines[:].set_visible(False)
 
     return draw
@@ -142,7 +174,8 @@ def pictures() -> dict[str, Callable[[Axes], None]]:
         "query_offset": of_pairs(6, SIZE, is_causal=True, query_offset=10),
         "local_window_size": of_pairs(local_window_size=(4, 1)),
         "lengths": of_pairs(
-            query_seq_lengths=jnp.array([13], jnp.int32), key_value_seq_lengths=jnp.array([11], jnp.int32)
+            query_seq_lengths=jnp.array([13], jnp.int32),
+            key_value_seq_lengths=jnp.array([11], jnp.int32),
         ),
         "mask": of_pairs(mask=jnp.asarray(checkered)),
         "segment_ids": of_pairs(segment_ids=segment_ids),
@@ -165,11 +198,16 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     FOLDER.mkdir(exist_ok=True)
     for name, draw in pictures().items():
-        figure, axes = plt.subplots(figsize=(2.4, 2.4), layout="constrained")
+        figure, axes = plt.subplots(
+            figsize=(WIDTH, HEIGHTS.get(name, WIDTH)), layout="constrained"
+        )
         draw(axes)
-        axes.xaxis.label.set_size(8)
-        axes.yaxis.label.set_size(8)
-        figure.savefig(FOLDER / f"{name}.png", dpi=150, metadata={"Software": None})
+        axes.tick_params(length=0, labelsize=TICK_POINTS)
+        axes.xaxis.label.set_size(LABEL_POINTS)
+        axes.yaxis.label.set_size(LABEL_POINTS)
+        figure.savefig(
+            FOLDER / f"{name}.png", dpi=DOTS_PER_INCH, metadata={"Software": None}
+        )
         plt.close(figure)
 
 
