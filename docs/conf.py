@@ -4,6 +4,7 @@ import os
 import re
 from typing import Any
 
+from docutils import nodes
 from sphinx.application import Sphinx
 
 import jax_flash
@@ -16,6 +17,9 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"jax_flash {version}"
 html_show_sphinx = False
+html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 
 # Everywhere but in cells and blocks that name their language.
 highlight_language = "text"
@@ -23,6 +27,9 @@ highlight_language = "text"
 # Pages are read on GitHub, too: pictures in tables are HTML there, and links go to headings.
 myst_enable_extensions = ["amsmath", "dollarmath", "html_image"]
 myst_heading_anchors = 3
+# Formulas are set by MathJax in the browser. Without a network they stay TeX, unless the build names a copy at hand:
+# -D mathjax_path=URL.
+mathjax4_config = {"output": {"displayOverflow": "linebreak", "matchFontHeight": False}}
 
 # Pages come out alike on machines with and without a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -38,7 +45,10 @@ default_role = "code"
 napoleon_numpy_docstring = False
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
-autodoc_type_aliases = {"ArrayLike": "ArrayLike", "jax.lax.PrecisionLike": "jax.lax.PrecisionLike"}
+autodoc_type_aliases = {
+    "ArrayLike": "ArrayLike",
+    "jax.lax.PrecisionLike": "jax.lax.PrecisionLike",
+}
 maximum_signature_line_length = 100  # longer signatures get a line for each parameter
 
 
@@ -48,6 +58,14 @@ def shorten_signature(_app: Sphinx, *args: Any) -> tuple[str, str]:
     return re.sub(r"TypeAliasForwardRef\('([\w.]+)'\)", r"\1", signature or ""), returns
 
 
+def link_pictures(_app: Sphinx, page: nodes.document, _name: str) -> None:
+    """Gives each picture a size: Sphinx links those that have one to their file."""
+    for picture in page.findall(nodes.image):
+        if not {"width", "height"} & picture.attributes.keys():
+            picture["scale"] = 100
+
+
 def setup(app: Sphinx) -> None:
-    """Connects the handler above."""
+    """Connects the handlers above."""
     app.connect("autodoc-process-signature", shorten_signature)
+    app.connect("doctree-resolved", link_pictures)
