@@ -1,9 +1,9 @@
-"""Trains a small transformer on the source code of Python's standard library, byte by byte, on CPU or GPU.
+"""Trains a small byte-level transformer on the source code of Python's standard library, on CPU or GPU.
 
     python examples/train_transformer.py
     python examples/train_transformer.py --attention flax
 
-Nothing is downloaded. Only `--attention` decides what computes the attention; the loss is the same.
+Nothing is downloaded. `--attention` chooses the implementation of attention; the loss does not depend on it.
 """
 
 import argparse
@@ -27,7 +27,7 @@ Attention = Callable[..., jax.Array]
 
 
 def jax_flash_attention(query: jax.Array, key: jax.Array, value: jax.Array, **options) -> jax.Array:
-    # Set here and not by a functools.partial: newer versions of nnx pass their own is_causal.
+    # Not by functools.partial: newer versions of nnx pass their own is_causal.
     return jax_flash.flax.attention_fn(query, key, value, **options | {"is_causal": True})
 
 
@@ -84,7 +84,7 @@ class Transformer(nnx.Module):
 
 
 def loss_fn(model: Transformer, text: jax.Array) -> jax.Array:
-    """Mean cross-entropy of each byte given those before it, in nats."""
+    """Mean cross-entropy, in nats, of each byte given the previous ones."""
     logits = model(text[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
 
@@ -98,14 +98,14 @@ def train_step(model: Transformer, optimizer: nnx.Optimizer, text: jax.Array) ->
 
 @functools.cache
 def read_text(limit: int = 4_000_000) -> np.ndarray:
-    """The standard library's modules, one after another."""
+    """The concatenated modules of the standard library."""
     folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
     text = b"\n".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     return np.frombuffer(text[:limit], np.uint8)
 
 
 def batches(text: np.ndarray, batch: int, length: int, seed: int) -> Iterator[jax.Array]:
-    """Random pieces of the text, [batch, length], without end."""
+    """An endless iterator over random pieces of the text, [batch, length]."""
     rng = np.random.default_rng(seed)
     while True:
         starts = rng.integers(len(text) - length, size=batch)
@@ -124,7 +124,7 @@ def train(
     learning_rate: float = 4e-3,
     report_every: int = 50,
 ) -> list[float]:
-    """Trains a new model and returns the loss of each step."""
+    """Trains a new model and returns the loss at each step."""
     model = Transformer(
         seq_len=seq_len,
         width=width,
@@ -144,7 +144,7 @@ def train(
         if report_every and (step == 1 or step % report_every == 0 or step == steps):
             recent = losses[reported:]
             speed = len(recent) * batch * seq_len / (time.perf_counter() - start)
-            note = "  with compiling" if step == 1 else ""
+            note = "  including compilation" if step == 1 else ""
             print(f"step {step:5d}  loss {np.mean(recent):.3f}  {speed:8.0f} tokens/s{note}", flush=True)
             start, reported = time.perf_counter(), step
     return losses
@@ -155,7 +155,7 @@ def main() -> None:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument(
-        "--attention", choices=ATTENTION, default="jax_flash", help="what computes the attention"
+        "--attention", choices=ATTENTION, default="jax_flash", help="implementation of attention"
     )
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=8)
@@ -169,7 +169,7 @@ def main() -> None:
         flush=True,
     )
     losses = train(**vars(options))
-    print(f"loss: {losses[0]:.3f} at first, {np.mean(losses[-20:]):.3f} at last")
+    print(f"loss: {losses[0]:.3f} at the first step, {np.mean(losses[-20:]):.3f} at the end")
 
 
 if __name__ == "__main__":

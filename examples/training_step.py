@@ -1,10 +1,11 @@
-"""Times one training step of a decoder-only transformer with three implementations of its attention.
+r"""Times a training step of a decoder-only transformer with three implementations of attention.
 
-    python examples/training_step.py                      # 362 million parameters, on a GPU
-    python examples/training_step.py --depth 2 --width 256 --seq-len 512 --batch 1 --attention jax_flash xla
+    python examples/training_step.py  # 362 million parameters, on a GPU
+    python examples/training_step.py --depth 2 --width 256 --seq-len 512 --batch 1 \
+        --attention jax_flash xla
 
-The model is a GPT in bfloat16 with grouped heads of 128; forward, backward and the update by AdamW are one program.
-Only the attention differs: ours, and that of `jax.nn` by cuDNN and by XLA.
+The model is a GPT in bfloat16 with grouped-query attention and head dim 128. Forward pass, backward pass and AdamW
+update are one program. Only the attention differs: jax_flash, or `jax.nn` with cuDNN or XLA.
 """
 
 import argparse
@@ -73,7 +74,7 @@ class Transformer(nn.Module):
 
 
 def make_step(model: Transformer, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    """(params, state of the optimizer, tokens [B, T + 1]) -> the next two, and the loss in nats."""
+    """(params, optimizer state, tokens [B, T + 1]) -> (new params, new optimizer state, loss in nats)."""
 
     def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
         logits = model.apply(params, tokens[:, :-1]).astype(jnp.float32)
@@ -88,7 +89,7 @@ def make_step(model: Transformer, optimizer: optax.GradientTransformation) -> Ca
 
 
 def measure(attention: str, options: argparse.Namespace) -> dict[str, float]:
-    """Seconds of the median step, GiB of its program, loss of the first step, and parameters."""
+    """The median step's seconds, the program's GiB, the first step's loss, and the parameter count."""
     model = Transformer(options.width, options.depth, options.num_kv_heads, ATTENTION[attention])
     optimizer = optax.adamw(1e-4)
     tokens = jax.random.randint(jax.random.key(1), (options.batch, options.seq_len + 1), 0, VOCABULARY)
@@ -115,10 +116,10 @@ def main() -> None:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--attention", nargs="+", choices=ATTENTION, default=list(ATTENTION))
-    parser.add_argument("--steps", type=int, default=10, help="timed, after two that are not")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps, after two for warm-up")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq-len", type=int, default=8192)
-    parser.add_argument("--width", type=int, default=1024, help=f"of the model: heads of {HEAD_DIM}")
+    parser.add_argument("--width", type=int, default=1024, help=f"model width, in heads of {HEAD_DIM}")
     parser.add_argument("--num-kv-heads", type=int, default=2)
     parser.add_argument("--depth", type=int, default=26)
     options = parser.parse_args()
@@ -130,12 +131,12 @@ def main() -> None:
     for attention in options.attention:
         try:
             result = measure(attention, options)
-        except Exception as error:  # not supported, out of memory: the others go on
+        except Exception as error:  # not supported or out of memory: try the others
             print(f"{attention:>10}: {str(error).strip().splitlines()[0][:100]}", flush=True)
             continue
         print(
-            f"{attention:>10}: {1e3 * result['seconds']:8.1f} ms a step, {result['gibibytes']:6.2f} GiB, "
-            f"loss {result['loss']:.4f}, {result['parameters'] / 1e6:.0f} million parameters",
+            f"{attention:>10}: {1e3 * result['seconds']:8.1f} ms per step, {result['gibibytes']:6.2f} GiB, "
+            f"loss {result['loss']:.4f}, {result['parameters'] / 1e6:.0f} M parameters",
             flush=True,
         )
 

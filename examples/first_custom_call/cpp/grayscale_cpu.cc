@@ -29,8 +29,10 @@ ffi::Error Grayscale(ffi::AnyBuffer image, ffi::Result<ffi::AnyBuffer> gray) {
 }  // namespace
 }  // namespace first_custom_call
 
-// The C function that XLA calls. The binding says what it passes on, in the order of Grayscale's parameters.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GrayscaleCpu, first_custom_call::Grayscale,
-                              xla::ffi::Ffi::Bind()
-                                  .Arg<xla::ffi::AnyBuffer>()    // image [height, width, 3]
-                                  .Ret<xla::ffi::AnyBuffer>());  // gray [height, width]
+// The C function that XLA calls. The binding lists the arguments that XLA passes, in
+// the order of Grayscale's parameters.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    GrayscaleCpu, first_custom_call::Grayscale,
+    xla::ffi::Ffi::Bind()
+        .Arg<xla::ffi::AnyBuffer>()    // image [height, width, 3]
+        .Ret<xla::ffi::AnyBuffer>());  // gray [height, width]

@@ -11,10 +11,10 @@ ffi::Error Matmul(Matrix a, Matrix b, ffi::Result<Matrix> out) {
   const int64_t m = a.dimensions()[0], k = a.dimensions()[1], n = b.dimensions()[1];
   const float *a_data = a.typed_data(), *b_data = b.typed_data();
   float* out_data = out->typed_data();
-  std::fill_n(out_data, m * n, 0.0f);  // XLA allocates the result and does not clear it
+  std::fill_n(out_data, m * n, 0.0f);  // XLA does not clear the result
   for (int64_t row = 0; row < m; ++row) {
-    // The innermost loop walks along rows of b and out: neighbouring addresses, which the compiler
-    // vectorises.
+    // The innermost loop reads and writes contiguous rows, which the compiler
+    // vectorizes.
     for (int64_t i = 0; i < k; ++i) {
       const float a_value = a_data[row * k + i];
       for (int64_t column = 0; column < n; ++column) {

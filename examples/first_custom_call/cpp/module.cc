@@ -1,4 +1,4 @@
-// The Python module first_custom_call._native: the addresses of the handlers, and nothing else.
+// The Python module first_custom_call._native: the addresses of the handlers.
 #include <nanobind/nanobind.h>
 
 #include "grayscale.h"
@@ -6,10 +6,12 @@
 
 namespace nb = nanobind;
 
-// The wrapping in which jax.ffi.register_ffi_target takes an address.
-static nb::capsule Capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); }
+// jax.ffi.register_ffi_target takes an address in a capsule.
+static nb::capsule Capsule(XLA_FFI_Handler* handler) {
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
 
-// {platform, as XLA calls it: {op: handler}}
+// {XLA's name of the platform: {op: handler}}
 static nb::dict Handlers() {
   nb::dict cpu;
   cpu["grayscale"] = Capsule(GrayscaleCpu);

@@ -1,4 +1,4 @@
-"""Both operations against NumPy, on every platform that JAX has here."""
+"""Both operations against NumPy, on every available platform."""
 
 import first_custom_call
 import jax
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-# Smaller than a block of the CUDA kernels, just one, one more, and several with a part of one left over.
+# Smaller than a block of the CUDA kernels, exactly one, slightly more, several with a remainder, and empty.
 IMAGE_SIZES = [(1, 1), (8, 32), (9, 33), (100, 67), (0, 5)]
 MATMUL_SIZES = [(1, 1, 1), (32, 32, 32), (33, 31, 34), (70, 100, 65), (3, 0, 4), (0, 3, 4)]
 
@@ -37,7 +37,7 @@ def exact_gray(image: np.ndarray) -> np.ndarray:
 
 
 def assert_product(got: jax.Array, a: np.ndarray, b: np.ndarray) -> None:
-    """Within what k roundings of float32 can do, whatever the order of the sum."""
+    """The error is within k float32 roundings, in any order of the sum."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     bound = a.shape[1] * np.finfo(np.float32).eps * (np.abs(a) @ np.abs(b))
     assert got.shape == bound.shape
@@ -76,7 +76,7 @@ def test_jit_and_vmap(rng):
 
 
 def test_matmul_reads_rows_whatever_the_layout(rng):
-    """XLA may keep a transposed matrix as it is and only note its layout; a handler gets dense rows all the same."""
+    """XLA may represent a transpose by a layout; the handler must still get dense rows."""
     a, b = rng.standard_normal((20, 40), np.float32), rng.standard_normal((35, 20), np.float32)
     assert_product(jax.jit(lambda a, b: first_custom_call.matmul(a.T, b.T))(a, b), a.T, b.T)
 
@@ -161,7 +161,7 @@ def test_matmul_refuses(a, b, error, message):
     ],
 )
 def test_handlers_check_for_themselves(op, arguments, result, message):
-    """A call that went past the checks in Python becomes an error, too, and the process lives on."""
+    """A call that bypasses the Python checks raises an error and does not crash."""
     call = jax.ffi.ffi_call(f"first_custom_call_{op}", jax.ShapeDtypeStruct(*result))
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(call(*(jnp.zeros(*argument) for argument in arguments)))
