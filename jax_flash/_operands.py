@@ -7,27 +7,30 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """An array that a call may have. The library has the same list, `cpp/operands.def`, and import compares the two."""
+    """An array that a call may have. The library has the same table, `cpp/operands.def`; import compares the two."""
 
     name: str
     # Behind the batch axes: t query rows, s keys, n query heads, w words of a seed.
     axes: str
-    # "lse" is that of the log-sum-exp, "floating" any that query may have.
+    # "lse" is the dtype of the log-sum-exp, "floating" any that query may have.
     dtype: str
-    # Any axis may have size 1 and then stands for all; batch axes, too.
+    # Any axis, batch axes included, may have size 1 and is then broadcast.
     is_broadcastable: bool = False
+    # Not compared: the library does not know. It has a kernel for the gradient of bias and alibi_slopes; those of
+    # scale_factor and sinks are computed in Python from the kernels' results.
+    is_differentiable: bool = dataclasses.field(default=False, compare=False)
 
 
 OPERANDS = (
     Operand("query_seq_lengths", "", "int32"),
     Operand("key_value_seq_lengths", "", "int32"),
     Operand("query_offset", "", "int32"),
-    Operand("scale_factor", "", "lse"),
-    Operand("sinks", "n", "lse"),
+    Operand("scale_factor", "", "lse", is_differentiable=True),
+    Operand("sinks", "n", "lse", is_differentiable=True),
     Operand("query_segment_ids", "t", "int32"),
     Operand("key_value_segment_ids", "s", "int32"),
     Operand("mask", "nts", "bool", is_broadcastable=True),
-    Operand("bias", "nts", "floating", is_broadcastable=True),
-    Operand("alibi_slopes", "n", "lse"),
+    Operand("bias", "nts", "floating", is_broadcastable=True, is_differentiable=True),
+    Operand("alibi_slopes", "n", "lse", is_differentiable=True),
     Operand("dropout_seeds", "nw", "uint32"),
 )

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jax_flash
+from jax_flash import _operands
 
 F32, BF16, I32, U32, BOOL = jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32, jnp.bool_
 OPTIONS = dict(
@@ -273,3 +274,9 @@ def test_more_than_the_cuda_kernels_do(target, cuda):
 
 def test_names_of_the_targets():
     assert jax_flash.ffi_targets() == ("jax_flash_backward", "jax_flash_backward_bias", "jax_flash_forward")
+
+
+def test_differentiable_operands_have_floats():
+    differentiable = [operand for operand in _operands.OPERANDS if operand.is_differentiable]
+    assert {operand.dtype for operand in differentiable} == {"lse", "floating"}
+    assert {operand.name for operand in differentiable} == {"scale_factor", "sinks", "bias", "alibi_slopes"}
