@@ -1,9 +1,9 @@
-// The CPU handlers: check, fill params, call the kernel.
+// The XLA FFI handlers of the CPU kernels: each decodes the call and runs its kernel.
 #include <functional>
 #include <utility>
 
 #include "cpu_attention.h"
-#include "ffi_util.h"
+#include "ffi_decode.h"
 
 namespace jax_flash {
 namespace {
@@ -35,7 +35,7 @@ ffi::Error ForwardCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi:
 ffi::Error BackwardCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi::RemainingRets results,
                        ffi::Dictionary attributes) {
   BackwardParams params;
-  RETURN_IF_ERROR(ReadBackward(args, results, attributes, Platform::kCpu, /*is_of_bias=*/false, &params));
+  RETURN_IF_ERROR(ReadBackward(args, results, attributes, Platform::kCpu, Pass::kBackward, &params));
   XlaThreadPool pool(thread_pool);
   return cpu::Backward(params, pool) ? ffi::Error::Success() : OutOfMemory();
 }
@@ -43,7 +43,7 @@ ffi::Error BackwardCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi
 ffi::Error BackwardBiasCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi::RemainingRets results,
                            ffi::Dictionary attributes) {
   BackwardParams params;
-  RETURN_IF_ERROR(ReadBackward(args, results, attributes, Platform::kCpu, /*is_of_bias=*/true, &params));
+  RETURN_IF_ERROR(ReadBackward(args, results, attributes, Platform::kCpu, Pass::kBackwardBias, &params));
   XlaThreadPool pool(thread_pool);
   return cpu::BackwardBias(params, pool) ? ffi::Error::Success() : OutOfMemory();
 }

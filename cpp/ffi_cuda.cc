@@ -1,10 +1,10 @@
-// The XLA FFI handlers of the CUDA kernels.
+// The XLA FFI handlers of the CUDA kernels: each decodes the call and launches its kernels.
 #include <cuda_runtime_api.h>
 
 #include <string>
 
 #include "dispatch.h"
-#include "ffi_util.h"
+#include "ffi_decode.h"
 
 namespace {
 
@@ -27,7 +27,7 @@ ffi::Error backward(cudaStream_t stream, int32_t device, ffi::RemainingArgs args
                     ffi::Dictionary attributes) {
   BackwardParams params;
   RETURN_IF_ERROR(jax_flash::ReadBackward(args, results, attributes, jax_flash::Platform::kCuda,
-                                          /*is_of_bias=*/false, &params));
+                                          jax_flash::Pass::kBackward, &params));
   return status(jax_flash::cuda::run_backward(params, stream, device));
 }
 
@@ -35,20 +35,20 @@ ffi::Error backward_bias(cudaStream_t stream, int32_t device, ffi::RemainingArgs
                          ffi::RemainingRets results, ffi::Dictionary attributes) {
   BackwardParams params;
   RETURN_IF_ERROR(jax_flash::ReadBackward(args, results, attributes, jax_flash::Platform::kCuda,
-                                          /*is_of_bias=*/true, &params));
+                                          jax_flash::Pass::kBackwardBias, &params));
   return status(jax_flash::cuda::run_backward_bias(params, stream, device));
 }
 
 }  // namespace
 
-// For tests; see dispatch.h.
+// For tests: see dispatch.h.
 extern "C" void JaxFlashSetTestSettings(const char* kernels, const char* tile,
                                         const char* shared_memory_per_block) {
   jax_flash::cuda::set_test_settings(kernels, tile, shared_memory_per_block);
 }
 
-// Operands and results: ffi_util.h. kCmdBufferCompatible lets XLA capture the call in a CUDA graph:
-// everything a launch depends on is in its parameters, and workspace comes as results.
+// ffi_decode.cc has the arguments, results and attributes. kCmdBufferCompatible lets XLA capture the call in
+// a CUDA graph: a launch depends on its parameters alone, and workspace is among the results.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashForwardCuda, jax_flash::kGuarded<forward>,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()

@@ -1,10 +1,11 @@
-// What the library tells of itself: jax_flash/_library.py reads it. The other exported symbols are the FFI
-// handlers.
+// The library's description of itself, which jax_flash/_library.py reads. The other exported symbols are the
+// FFI handlers.
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "build.h"
+#include "params.h"
 #include "xla/ffi/api/c_api.h"
 
 #ifdef JAX_FLASH_WITH_CUDA
@@ -15,7 +16,8 @@ namespace {
 
 using Names = std::vector<std::string>;
 
-// What Python's own lists are compared with, as it stands in the files.
+// The tables as text. Python compares options and operands with its own, and evaluates the workspace's
+// conditions and shapes.
 struct Option {
   const char *type, *name;
 };
@@ -34,9 +36,18 @@ const Operand kOperands[] = {
 #undef OPERAND
 };
 
+struct Workspace {
+  const char *name, *dtype, *condition, *shape;
+};
+const Workspace kWorkspace[] = {
+#define WORKSPACE(name, dtype, condition, ...) {#name, #dtype, #condition, #__VA_ARGS__},
+#include "workspace.def"
+#undef WORKSPACE
+};
+
 std::string Json(const std::string& text) { return '"' + text + '"'; }
 
-using Fields = std::vector<std::pair<std::string, std::string>>;  // names, and values that are JSON
+using Fields = std::vector<std::pair<std::string, std::string>>;  // names, and values in JSON
 
 std::string Join(const std::vector<std::string>& parts) {
   std::string joined;
@@ -73,6 +84,24 @@ std::string JsonOfOperands() {
   return '[' + Join(parts) + ']';
 }
 
+std::string JsonOfWorkspace() {
+  std::vector<std::string> parts;
+  for (const Workspace& array : kWorkspace) {
+    parts.push_back(Json(Fields{{"name", Json(std::string(array.name))},
+                                {"dtype", Json(std::string(array.dtype))},
+                                {"condition", Json(std::string(array.condition))},
+                                {"shape", Json(std::string(array.shape))}}));
+  }
+  return '[' + Join(parts) + ']';
+}
+
+// The constants of params.h that Python needs, too.
+std::string JsonOfConstants() {
+  return Json(Fields{{"kVisibilityBlock", std::to_string(jax_flash::kVisibilityBlock)},
+                     {"kStatsRows", std::to_string(jax_flash::kStatsRows)},
+                     {"kDqRows", std::to_string(jax_flash::kDqRows)}});
+}
+
 }  // namespace
 
 // A JSON object, owned by the library.
@@ -95,6 +124,8 @@ extern "C" const char* JaxFlashDescription() {
         {"platforms", Json(platforms)},
         {"options", JsonOfOptions()},
         {"operands", JsonOfOperands()},
+        {"workspace", JsonOfWorkspace()},
+        {"constants", JsonOfConstants()},
     });
   }();
   return description.c_str();

@@ -1,4 +1,4 @@
-// What a kernel is told: sizes, options, and pointers with their shapes. Shared by the CPU and the CUDA
+// The parameters of a kernel: sizes, options, and pointers with their shapes. Shared by the CPU and the CUDA
 // kernels, so it includes neither XLA nor CUDA headers.
 //
 // Letters: B batch, T query length, S key length, N query heads, K key heads, H head dim, Hv value head dim.
@@ -9,7 +9,7 @@
 
 namespace jax_flash {
 
-// Every dimension is below this: positions and differences of positions are ints in the kernels.
+// Every dimension is below this, so that positions and their differences fit in an int.
 inline constexpr int64_t kMaxSize = int64_t{1} << 29;
 
 enum class DType { kFloat16, kBFloat16, kFloat32, kFloat64, kBool };
@@ -20,7 +20,7 @@ struct Options {
 #undef OPTION
 };
 
-// An array [B, N, T, S]. An axis that has size 1, and stands for all, has stride 0.
+// An array that is broadcast to [B, N, T, S]: an axis of size 1 has stride 0.
 struct PairArray {
   const void* data;  // null when absent
   DType dtype;
@@ -29,22 +29,27 @@ struct PairArray {
   explicit operator bool() const { return data != nullptr; }
 };
 
-// Blocks of this many rows or keys are the units in which a mask or segments are looked at.
+// Masks, segments and sums of dbias are worked on in blocks of this many queries and keys.
 inline constexpr int64_t kVisibilityBlock = 64;
 
-// Of the CUDA kernels, where there is a mask or there are segments; N' is N where the mask differs between
-// heads, else 1; M and U are T and S in blocks.
-struct VisibilityWorkspace {
-  int64_t num_heads;    // N'
-  uint8_t* visibility;  // [B, N', M, U]
-  uint32_t* lists;      // [B, N', M * U + M + U]: the visible blocks of each row or of each column
+// Statistics of queries (delta, lse_log2) have T rounded up to this: whole blocks of every CUDA kernel.
+inline constexpr int64_t kStatsRows = 128;
 
-  // The mask as bits, 64 keys of a query, or 64 queries of a key, in two words.
+// The float32 sums of 16-bit dq have T rounded up to this: whole tiles of Hopper's kernel.
+inline constexpr int64_t kDqRows = 16;
+
+// Workspace of the CUDA kernels for a mask or segments; all null without them. workspace.def has the shapes.
+struct VisibilityWorkspace {
+  int64_t num_heads;    // of visibility and lists: N where the mask differs between heads, else 1
+  uint8_t* visibility;  // of each block of queries and keys: hidden, partly or wholly visible
+  uint32_t* lists;      // the visible blocks of each tile of queries or of each tile of keys
+
+  // The mask as bits, in pairs of words: the 64 keys of a block for each query, or the 64 queries for each
+  // key. Axes of size 1 are the mask's, with one pair of words for one along a row.
   struct Bits {
-    uint32_t* words;  // [B, N, T, 2 U], of the keys [B, N, S, 2 M]; axes of size 1 as of the mask, with one
-                      // block for an axis that has size 1; null: there are none
+    uint32_t* words;  // null if the call does not have them
     int64_t batch_stride, head_stride, row_stride;
-    int word_step;  // 0 where the mask has size 1 along a row
+    int word_step;  // 0 where the mask has size 1 along a row, else 1
   } of_queries, of_keys;
 };
 
@@ -68,18 +73,15 @@ struct AttentionParams {
 #include "operands.def"
 #undef OPERAND
 
-  // Workspace of the CUDA kernels.
+  // Workspace of the CUDA kernels: workspace.def has the shapes.
   VisibilityWorkspace visible;
-  int32_t* tile_counter;  // [1], for 16-bit dtypes; null: there is none
+  int32_t* tile_counter;  // gives tiles to blocks that stay on the device; null except for 16-bit dtypes
 };
 
 struct ForwardParams : AttentionParams {
   void* out;  // [B, T, N, Hv]
-  void* lse;  // [B, T, N], float32 (float64 for float64), natural log; -inf for a row that sees no key
+  void* lse;  // [B, T, N], float32 (float64 for float64), natural logarithm; -inf for a row that sees no key
 };
-
-// Statistics of queries have T rounded up to this many rows: whole blocks of every CUDA kernel.
-inline constexpr int64_t kStatsRows = 128;
 
 struct BackwardParams : AttentionParams {
   const void* out;   // [B, T, N, Hv]
@@ -91,21 +93,21 @@ struct BackwardParams : AttentionParams {
   void* dk;  // [B, S, K, H]
   void* dv;  // [B, S, K, Hv]
 
-  // Instead of these three, of the pass that gives it: sums of the gradient of bias or alibi_slopes, in lse's
-  // dtype. [B', N', T, S], each the sum over B / B' batch elements and N / N' heads; or, where the bias has
-  // no T or no S, [B, N, T / rows, S / keys] rounded up, with blocks of 64 of what it does not have.
+  // The pass for the gradient of bias or alibi_slopes has these instead of dq, dk and dv: sums of it, in
+  // lse's dtype. [B', N', T, S] for a bias that has both T and S, each the sum over B / B' batch elements and
+  // N / N' heads. Otherwise [B, N, T / rows, S / keys], rounded up, each the sum over kVisibilityBlock rows,
+  // keys or both.
   void* dbias;
   int64_t dbias_batch, dbias_num_heads;  // B', N'
-  int64_t dbias_rows, dbias_keys;
+  int64_t dbias_rows, dbias_keys;        // 1 or kVisibilityBlock
 
-  // Workspace of the CUDA kernels.
-  float* delta;     // [B, N, T rounded up to kStatsRows]: rowsum(dout * out) - dlse
-  float* lse_log2;  // the same: lse * log2(e), made safe for exp2
-  float* dq_accum;  // [B, T', N, H], T' = T rounded up to 16: room for 16-bit dq's sums, in the order that
-                    // suits the kernel; null where there is none
+  // Workspace of the CUDA kernels: workspace.def has the shapes.
+  float* delta;     // rowsum(dout * out) - dlse
+  float* lse_log2;  // lse * log2(e), made safe for exp2
+  float* dq_accum;  // sums of 16-bit dq, in the order that suits the kernel; null where it needs none
 
-  // Is dq left to a kernel of its own, which needs no sums in memory? When deterministic, and where there is
-  // no room for them.
+  // Whether dq is left to a kernel of its own, which needs no sums in memory: when deterministic, and when
+  // the caller gave no room for the sums.
   bool leaves_dq;
 };
 

@@ -1,4 +1,4 @@
-"""Loads the native library, makes sure that this jaxlib can run it, and registers its FFI targets."""
+"""Loads the native library, checks that it fits this jaxlib and this Python code, and registers its FFI targets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._operands import OPERANDS, Operand
 from ._options import AttentionOptions
 
 try:
-    from . import _library
+    from . import _library, _workspace
 except ImportError as error:
     raise ImportError(
         f"jax_flash's native library could not be loaded ({error}). Install the package with pip, which compiles "
@@ -24,17 +24,17 @@ _CUDA_PLATFORM = "CUDA"
 
 
 def build_info() -> dict:
-    """What the native library was built with: XLA FFI and jaxlib version, CUDA compiler, archs, kernels."""
+    """What the native library was built with: XLA FFI and jaxlib version, CUDA compiler, architectures, kernels."""
     return _library.build_info()
 
 
 def ffi_targets() -> tuple[str, ...]:
-    """The names of the custom calls, as `jax.export.DisabledSafetyCheck.custom_call` wants them."""
+    """The names of the custom calls, for `jax.export.DisabledSafetyCheck.custom_call`."""
     return tuple(sorted({name for targets in _library.registrations().values() for name in targets}))
 
 
 def local_gpus() -> list[jax.Device]:
-    """This process's NVIDIA GPUs; none where a call is lowered for a GPU on a machine without one."""
+    """This process's NVIDIA GPUs; none on a machine without one, where a call may still be lowered for a GPU."""
     try:
         return jax.local_devices(backend="cuda")
     except RuntimeError:
@@ -42,10 +42,10 @@ def local_gpus() -> list[jax.Device]:
 
 
 def check_gpu_kernels() -> None:
-    """Refuses to compile for a GPU for which the library has no kernels.
+    """Refuses a GPU that the library has no kernels for.
 
     Raises:
-      NotImplementedError: the library was built without CUDA, or for newer GPUs than this machine's.
+      NotImplementedError: the library was built without CUDA, or for newer GPUs than this machine has.
     """
     if _CUDA_PLATFORM not in _library.registrations():
         raise NotImplementedError(
@@ -77,7 +77,7 @@ def _runtime_ffi_version() -> tuple[int, int] | None:
 
 
 def _check_ffi_version() -> None:
-    # XLA accepts a handler that was built with newer headers, and then fails to start the whole backend.
+    # XLA registers a handler that was built with newer headers without an error; then the whole backend fails to start.
     info = _library.build_info()
     built = tuple(int(part) for part in info["ffi_version"].split("."))
     runtime = _runtime_ffi_version()
@@ -109,16 +109,22 @@ def _library_operands() -> list[Operand]:
 
 
 def _check_interface() -> None:
-    # In a checkout, the checkout's Python runs with whatever library is installed.
+    # In a checkout, its Python code runs with whatever library is installed.
     options = {field.name: field.type for field in dataclasses.fields(AttentionOptions)}
     try:
         is_same = _library_options() == options and _library_operands() == list(OPERANDS)
-    except (KeyError, TypeError, ValueError):  # a dtype, say, that this code does not know
+        _workspace.compile_table()
+    except (
+        KeyError,
+        SyntaxError,
+        TypeError,
+        ValueError,
+    ):  # a dtype, for example, that this code does not know
         is_same = False
     if not is_same:
         raise ImportError(
             f"jax_flash's native library was not built from the sources of this Python code, {Path(__file__).parent}: "
-            "they differ in the options or operands of attention. Install the package again with pip."
+            "they differ in the options, operands or workspace of attention. Install the package again with pip."
         )
 
 

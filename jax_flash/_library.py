@@ -1,4 +1,4 @@
-"""The native library, libjax_flash.so: its FFI handlers and what it tells of itself."""
+"""The native library, libjax_flash.so: its FFI handlers and its description of itself."""
 
 import ctypes
 import json
@@ -8,7 +8,7 @@ import jax
 
 
 def _load() -> ctypes.CDLL:
-    # Beside the installed package, which in a checkout is not the one beside this file.
+    # The installed package has it; in a checkout, this file's folder does not.
     try:
         path = distribution("jax_flash").locate_file("jax_flash/libjax_flash.so")
     except PackageNotFoundError:
@@ -25,7 +25,7 @@ _description = json.loads(_dll.JaxFlashDescription())
 
 
 def description() -> bytes:
-    """All that the library tells of itself."""
+    """The library's whole description of itself, as JSON."""
     return _dll.JaxFlashDescription()
 
 
@@ -50,11 +50,21 @@ def options() -> dict[str, str]:
 
 
 def operands() -> list[dict[str, str]]:
-    """The op's optional operands in the order of operands.def: name, C++ type, dtype and shape as they stand there."""
+    """The rows of operands.def, in order: name, C++ type, dtype and shape, as text."""
     return list(_description["operands"])
 
 
+def workspace() -> list[dict[str, str]]:
+    """The rows of workspace.def, in order: name, dtype, condition and shape, as text."""
+    return list(_description["workspace"])
+
+
+def constants() -> dict[str, int]:
+    """The constants of the C++ code that Python needs, too."""
+    return dict(_description["constants"])
+
+
 def build_info() -> dict:
-    """What the library was built from."""
+    """What the library was built with and for."""
     names = ("version", "ffi_version", "jaxlib", "cuda", "nvcc", "archs", "kernels")
     return {name: _description[name] for name in names}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _operands
+from jax_flash import _ffi, _library, _operands
 
 F32, BF16, I32, U32, BOOL = jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32, jnp.bool_
 OPTIONS = dict(
@@ -274,6 +274,22 @@ def test_more_than_the_cuda_kernels_do(target, cuda):
 
 def test_names_of_the_targets():
     assert jax_flash.ffi_targets() == ("jax_flash_backward", "jax_flash_backward_bias", "jax_flash_forward")
+
+
+OTHER_WORKSPACES = {
+    "an unknown size": dict(shape="{B, M}"),
+    "an unknown condition": dict(condition="is_causal"),
+    "an unknown dtype": dict(dtype="F16"),
+    "another language": dict(condition="is_forward && is_16_bit"),
+}
+
+
+@pytest.mark.parametrize("fields", OTHER_WORKSPACES.values(), ids=OTHER_WORKSPACES.keys())
+def test_a_library_with_another_workspace_is_refused(fields, monkeypatch):
+    rows = [row | fields for row in _library.workspace()]
+    monkeypatch.setattr(_library, "workspace", lambda: rows)
+    with pytest.raises(ImportError, match=r"not built from the sources.*Install the package again"):
+        _ffi._check_interface()
 
 
 def test_differentiable_operands_have_floats():

@@ -1,4 +1,4 @@
-"""The handlers' own code, in C++: what no call from Python can make them do."""
+"""The handlers' own code, in C++: the paths that no call from Python can reach."""
 
 import os
 import pathlib
@@ -19,7 +19,8 @@ def test_arrays_that_are_not_aligned_and_exceptions(tmp_path):
         pytest.skip("there is no C++ compiler")
     program = tmp_path / "handlers"
     headers = [f"-I{CPP}", f"-isystem{jax.ffi.include_dir()}"]
-    command = [compiler, "-std=c++20", "-Wall", "-Wextra", *headers, TESTS / "handlers.cc", "-o", program]
+    sources = [TESTS / "handlers.cc", CPP / "ffi_call.cc"]
+    command = [compiler, "-std=c++20", "-Wall", "-Wextra", *headers, *sources, "-o", program]
     subprocess.run(command, check=True)
     run = subprocess.run([program], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout

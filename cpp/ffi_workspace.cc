@@ -1,0 +1,46 @@
+#include "ffi_workspace.h"
+
+namespace jax_flash {
+namespace {
+
+template <ffi::DataType dtype>
+ffi::Error Take(CallReader& call, const char* name, const Dims& dims, WorkspaceArray<dtype>* array) {
+  array->dims = dims;
+  return call.TakeResult(name, dtype, dims, &array->data);
+}
+
+}  // namespace
+
+ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& params, Workspace* workspace) {
+  if (!call.is_for_cuda()) return ffi::Error::Success();
+
+  // The names of workspace.def. Python has the same: `Call` of jax_flash/_workspace.py.
+  const bool is_forward = pass == Pass::kForward, is_backward = pass == Pass::kBackward;
+  const bool is_16_bit = params.dtype == DType::kFloat16 || params.dtype == DType::kBFloat16;
+  const bool is_deterministic = params.options.deterministic;
+  const bool has_mask = !!params.mask, has_segments = params.query_segment_ids != nullptr;
+  const int64_t B = params.batch, N = params.num_heads, T = params.seqlen_q, S = params.seqlen_kv;
+  const int64_t H = params.head_dim;
+  const PairArray& mask = params.mask;  // with strides of 0 where it is broadcast or absent
+  const int64_t B_mask = mask.batch_stride ? B : 1, N_mask = mask.head_stride ? N : 1;
+  const int64_t T_mask = mask.row_stride ? T : 1, S_mask = mask.key_stride ? S : 1;
+  const auto ceil_div = [](int64_t size, int64_t unit) { return (size + unit - 1) / unit; };
+  const auto round_up = [&](int64_t size, int64_t unit) { return ceil_div(size, unit) * unit; };
+  const auto blocks = NumBlocks;
+  // Python decides. dq_accum is the next result when the table asks, and has rows or not.
+  const auto sums_dq = [&] {
+    const Dims dims = call.PeekResultDims();
+    return dims.size() < 2 || dims[1] != 0;
+  };
+
+#define WORKSPACE(name, dtype, condition, ...) \
+  if (condition) RETURN_IF_ERROR(Take(call, #name, Dims(__VA_ARGS__), &workspace->name));
+#include "workspace.def"
+#undef WORKSPACE
+
+  const Dims& dq_dims = workspace->dq_accum.dims;
+  workspace->leaves_dq = !dq_dims.empty() && dq_dims[1] == 0;
+  return ffi::Error::Success();
+}
+
+}  // namespace jax_flash
