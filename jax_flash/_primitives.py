@@ -1,8 +1,8 @@
 """The forward and the backward passes as JAX primitives: shapes, batching, partitioning, lowering.
 
-Each pass is two primitives. The outer one stands in jaxprs. Its arrays may have any number of leading batch axes, so
-that `vmap` adds one and moves nothing; its lowering partitions the call over the batch axes and the heads. The inner
-one is the call of the kernel on one device, with the batch axes folded into one.
+Each pass is two primitives. The outer one appears in jaxprs. Its arrays may have any number of leading batch axes, so
+`vmap` only adds one; its lowering partitions the call over the batch axes and the heads. The inner one calls the kernel
+on one device; its lowering folds the batch axes into one.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,14 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import _ffi, _partitioning, _support
+from . import _ffi, _partitioning, _support, _workspace
 from ._operands import OPERANDS
 from ._options import AttentionOptions
 
-# The axes behind the batch axes: t query rows, s keys, n query heads, k key heads, d head dim, e values' head dim,
-# w words of a seed.
+_T = TypeVar("_T")
+
+# The axes of each array after the batch axes: t query rows, s keys, n query heads, k key heads, d head dim, e head dim
+# of the values, w words of a seed.
 _AXES = {
     "q": "tnd",
     "k": "skd",
@@ -41,36 +43,36 @@ _AXES = {
     "dlse": "tn",
     "dbias": "nts",
 } | {operand.name: operand.axes for operand in OPERANDS}
-# Any axis of these may have size 1 and then stands for all; batch axes, too.
+# Any axis of these, batch axes included, may have size 1 and is then broadcast.
 _BROADCASTABLE = ("dbias", *(operand.name for operand in OPERANDS if operand.is_broadcastable))
-_SUM_BLOCK = 64  # rows and keys of one sum of dbias where it has none for each pair
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pass:
     target: str  # of the FFI call
-    args: tuple[str, ...]  # which the optional operands follow
+    inputs: tuple[str, ...]  # the arguments of every call; optional operands follow
     results: tuple[str, ...]
 
-    def arg_names(self, operands: Sequence[str]) -> tuple[str, ...]:
-        return *self.args, *operands
+    def by_name(self, args: Iterable[_T], operands: Iterable[str]) -> dict[str, _T]:
+        """Names the arguments of a call, in order; `operands` names those that follow the inputs."""
+        return dict(zip((*self.inputs, *operands), args, strict=True))
 
 
 _FORWARD = _Pass("jax_flash_forward", ("q", "k", "v"), ("out", "lse"))
 _BACKWARD = _Pass("jax_flash_backward", ("q", "k", "v", "out", "lse", "dout"), ("dq", "dk", "dv"))
-_BACKWARD_BIAS = _Pass("jax_flash_backward_bias", _BACKWARD.args, ("dbias",))
+_BACKWARD_BIAS = _Pass("jax_flash_backward_bias", _BACKWARD.inputs, ("dbias",))
 
 
 def forward(
     q: jax.Array, k: jax.Array, v: jax.Array, operands: dict[str, jax.Array], options: AttentionOptions
 ) -> tuple[jax.Array, jax.Array]:
-    """The output and the log-sum-exp.
+    """Computes the output and the log-sum-exp.
 
     Args:
       q: query, [B, T, N, H]; k: key, [B, S, K, H]; v: value, [B, S, K, Hv]; of one dtype.
-      operands: those of OPERANDS that are used: lengths, offsets int32 [B]; scale_factor [B], sinks, alibi_slopes
-        [B, N] in lse's dtype; segment ids int32 [B, T] and [B, S]; mask and bias [B, N, T, S], of whose axes any may
-        have size 1; dropout_seeds uint32 [B, N, 3].
+      operands: the members of OPERANDS that the call has: lengths and offsets int32 [B]; scale_factor [B], sinks and
+        alibi_slopes [B, N] in lse's dtype; segment ids int32 [B, T] and [B, S]; mask and bias [B, N, T, S], where any
+        axis may have size 1; dropout_seeds uint32 [B, N, 3].
       options: the static options.
 
     Returns:
@@ -92,10 +94,10 @@ def backward(
     operands: dict[str, jax.Array],
     options: AttentionOptions,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients dq, dk, dv, from what `forward` took and gave and the cotangents (dlse None: zero).
+    """Computes dq, dk and dv from the arguments and results of `forward` and the cotangents (dlse None: zero).
 
-    Those of q and k lack the scale_factor: so the sum of q dq is the gradient of the latter, even where it is 0. The
-    sinks are not needed again: they are part of lse.
+    dq and dk are not multiplied by scale_factor, so that the sum of q dq is the gradient of scale_factor even where
+    that is 0. The sinks are not needed, as they are part of lse.
     """
     return tuple(_bind_backward(_backward_p, q, k, v, out, lse, dout, dlse, operands, options))
 
@@ -111,13 +113,14 @@ def backward_bias(
     operands: dict[str, jax.Array],
     options: AttentionOptions,
 ) -> jax.Array:
-    """Sums of the gradient of the bias, which are to be summed over what the bias is broadcast over.
+    """Computes sums of the gradient of the bias; the caller sums them over the axes that the bias is broadcast over.
 
-    Takes what `backward` takes; operands have a bias or alibi_slopes.
+    The arguments are those of `backward`, with bias or alibi_slopes among the operands.
 
     Returns:
-      In lse's dtype: [B or 1, N or 1, T, S] for a bias that has both T and S, with 1 where it has 1; else
-      [B, N, T or its blocks of 64, S or its blocks of 64], with blocks where it has 1, and for both with alibi_slopes.
+      In lse's dtype. For a bias with both T and S: [B or 1, N or 1, T, S], with 1 where the bias has 1. Otherwise
+      [B, N, T, S] with one sum for each block of 64 queries where the bias has no T, and for each block of 64 keys
+      where it has no S. alibi_slopes have neither.
     """
     return _bind_backward(_backward_bias_p, q, k, v, out, lse, dout, dlse, operands, options)[0]
 
@@ -134,9 +137,9 @@ def _bind_backward(primitive, q, k, v, out, lse, dout, dlse, operands, options):
 
 
 def _forward_avals(q, k, v, *_, **params):
-    spec = q.sharding.spec  # partitioned only under explicit sharding
+    spec = q.sharding.spec  # all None except under explicit sharding
     lse_dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    # `update` keeps what else belongs to the type of an array, such as the mesh axes it varies over in shard_map.
+    # `update` keeps the rest of the type, such as the mesh axes that the array varies over in shard_map.
     out = q.update(
         shape=(*q.shape[:-1], v.shape[-1]),
         weak_type=False,
@@ -160,11 +163,11 @@ def _backward_bias_avals(*args, operands, **params):
     *batch, seqlen_q, num_heads, _ = q.shape
     spec = q.sharding.spec
     sizes, specs = [*batch, num_heads, seqlen_q, k.shape[-3]], [*spec[:-3], spec[-2], None, None]
-    bias = dict(zip(_BACKWARD_BIAS.arg_names(operands), args, strict=True)).get("bias")
+    bias = _BACKWARD_BIAS.by_name(args, operands).get("bias")
     has_pairs = bias is not None and bias.shape[-2:] == tuple(sizes[-2:])
     for axis in (-4, -3) if has_pairs else (-2, -1):
         if bias is None or bias.shape[axis] == 1:
-            sizes[axis] = 1 if has_pairs else -(-sizes[axis] // _SUM_BLOCK)
+            sizes[axis] = 1 if has_pairs else _workspace.blocks(sizes[axis])
             specs[axis] = None
     return (
         q.update(
@@ -187,7 +190,8 @@ def _batch(call: _Pass, primitive: Primitive, args, dims, **params):
             return jnp.moveaxis(x, dim, 0)
         return jnp.broadcast_to(x, (1 if name in _BROADCASTABLE else size, *x.shape))
 
-    args = map(with_batch_axis, call.arg_names(params["operands"]), args, dims)
+    named = call.by_name(args, params["operands"])
+    args = [with_batch_axis(*named_arg, dim) for named_arg, dim in zip(named.items(), dims, strict=True)]
     results = primitive.bind(*args, **params)
     return results, [0] * len(results)
 
@@ -196,34 +200,48 @@ def _batch(call: _Pass, primitive: Primitive, args, dims, **params):
 
 
 def _differentiate(primals, tangents, **params):
-    _support.refuse_second_derivative()  # the first is custom_vjp's, which never comes here
+    _support.refuse_second_derivative()  # the first derivative is custom_vjp's and does not come here
 
 
 # Partitioning
 
 
-def _call_partitioned(call: _Pass, inner: Primitive, whole_mesh: Mesh | None, *args: jax.Array, **params):
-    names = call.arg_names(params["operands"])
-    num_batch_axes = args[0].ndim - len(_AXES["q"])
-    batch_shape = args[0].shape[:num_batch_axes]
+def _call_on_shards(call: _Pass, inner: Primitive, whole_mesh: Mesh | None, *args: jax.Array, **params):
+    """Calls `inner` on each device, for the device's part of the batch and of the heads."""
     local_call = functools.partial(inner.bind, **params)
+    batch_shape = args[0].shape[: -len(_AXES["q"])]
     wanted_shapes = [x.shape for x in jax.eval_shape(local_call, *args)]
-    args = [_with_alike_batch_axes(name, x, batch_shape) for name, x in zip(names, args, strict=True)]
+    named_args = {
+        name: _expand_mixed_batch_axes(name, x, batch_shape)
+        for name, x in call.by_name(args, params["operands"]).items()
+    }
+    if _partitioning.CAN_PARTITION:
+        local_call = _partitioned(call, local_call, whole_mesh, named_args)
+    results = local_call(*named_args.values())
+    # Where the bias was expanded, the last batch axis of dbias was too: it is summed over.
+    return [
+        x if x.shape == shape else jnp.sum(x, len(batch_shape) - 1, keepdims=True)
+        for x, shape in zip(results, wanted_shapes, strict=True)
+    ]
 
-    def as_wanted(results):
-        # The last batch axis of the bias may have been broadcast for the kernel.
-        return [
-            x if x.shape == shape else jnp.sum(x, num_batch_axes - 1, keepdims=True)
-            for x, shape in zip(results, wanted_shapes, strict=True)
-        ]
 
-    if not _partitioning.CAN_PARTITION:
-        return as_wanted(local_call(*args))
+def _expand_mixed_batch_axes(name: str, x: jax.Array, batch_shape: tuple[int, ...]) -> jax.Array:
+    """Expands the batch axes of a broadcastable array if only some have size 1, so that they fold into one."""
+    if name not in _BROADCASTABLE:
+        return x
+    own, rest = x.shape[: len(batch_shape)], x.shape[len(batch_shape) :]
+    return x if math.prod(own) == 1 else jnp.broadcast_to(x, (*batch_shape, *rest))
 
-    num_heads, num_kv_heads = args[0].shape[-2], args[1].shape[-2]
-    result_shapes = [x.shape for x in jax.eval_shape(local_call, *args)]
-    named_shapes = [(name, x.shape) for name, x in zip(names, args, strict=True)]
-    named_results = list(zip(call.results, result_shapes, strict=True))
+
+def _partitioned(
+    call: _Pass, local_call: Callable, whole_mesh: Mesh | None, named_args: dict[str, jax.Array]
+) -> Callable:
+    """Makes `local_call` one that XLA partitions over batch axes and heads, but not over sequences or head dims."""
+    *batch_shape, seqlen_q, num_heads, _ = named_args["q"].shape
+    seqlen_kv, num_kv_heads, _ = named_args["k"].shape[-3:]
+    arg_shapes = [(name, x.shape) for name, x in named_args.items()]
+    results = jax.eval_shape(local_call, *named_args.values())
+    result_shapes = [(name, x.shape) for name, x in zip(call.results, results, strict=True)]
 
     def partition(mesh, arg_infos, result_infos):
         *batch, _, heads, _ = _divisible_spec(mesh, arg_infos[0])
@@ -240,35 +258,34 @@ def _call_partitioned(call: _Pass, inner: Primitive, whole_mesh: Mesh | None, *a
             results = local_call(*args)
             if call is not _BACKWARD_BIAS:
                 return results
-            # What the kernel sums over batch elements and heads goes on over the devices that share them.
-            parts = zip(result_shapes[0][num_batch_axes - 1 :][:2], (batch[-1], heads), strict=True)
+            # The kernel sums over its own batch elements and heads; psum adds those of the other devices.
+            last_batch_axis = len(batch_shape) - 1
+            sizes = result_shapes[0][1][last_batch_axis : last_batch_axis + 2]
+            parts = zip(sizes, (batch[-1], heads), strict=True)
             axes = [axis for size, axes in parts if size == 1 and axes for axis in _as_tuple(axes)]
             # Under explicit sharding JAX would put shardings into the reduction, which XLA cannot compile.
             with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
                 return [jax.lax.psum(x, axes) if axes else x for x in results]
 
-        result_shardings = [sharding(*named) for named in named_results]
-        return (
-            whole_mesh or mesh,
-            call_and_sum,
-            result_shardings,
-            tuple(sharding(*named) for named in named_shapes),
-        )
+        result_shardings = [sharding(*named) for named in result_shapes]
+        arg_shardings = tuple(sharding(*named) for named in arg_shapes)
+        return whole_mesh or mesh, call_and_sum, result_shardings, arg_shardings
 
     def factors(name: str, shape: tuple[int, ...]) -> list[str]:
+        """Names the axes of an array for the sharding rule, in which equal names are sharded alike."""
         # Query and key heads are one factor where they correspond one to one.
         axes = _AXES[name].replace("k", "n") if num_heads == num_kv_heads else _AXES[name]
-        axes = [*(f"b{i}" for i in range(num_batch_axes)), *axes]
+        axes = [*(f"b{i}" for i in range(len(batch_shape))), *axes]
         if name not in _BROADCASTABLE:
             return axes
-        # An axis of another size than all the rows', say, has a factor of its own.
-        sizes = (*batch_shape, num_heads, args[0].shape[-3], args[1].shape[-3])
+        # An axis that is broadcast, or in blocks, has a factor of its own.
+        sizes = (*batch_shape, num_heads, seqlen_q, seqlen_kv)
         return [
             axis if size == full else f"x{name}{i}"
             for i, (axis, size, full) in enumerate(zip(axes, shape, sizes, strict=True))
         ]
 
-    rule = [[factors(*named) for named in group] for group in (named_shapes, named_results)]
+    rule = [[factors(*named) for named in group] for group in (arg_shapes, result_shapes)]
     in_order = dict.fromkeys(factor for group in rule for axes in group for factor in axes)
     partitioned = custom_partitioning(lambda *args: local_call(*args))
     partitioned.def_partition(
@@ -276,15 +293,7 @@ def _call_partitioned(call: _Pass, inner: Primitive, whole_mesh: Mesh | None, *a
         sharding_rule=" -> ".join(", ".join(map(" ".join, group)) for group in rule),
         need_replication_factors=tuple(x for x in in_order if x[0] not in "bnk"),  # in order of appearance
     )
-    return as_wanted(partitioned(*args))
-
-
-def _with_alike_batch_axes(name: str, x: jax.Array, batch_shape: tuple[int, ...]) -> jax.Array:
-    """Of a broadcastable array: either all batch axes have size 1 or none has, so that they fold into one."""
-    if name not in _BROADCASTABLE:
-        return x
-    own, rest = x.shape[: len(batch_shape)], x.shape[len(batch_shape) :]
-    return x if math.prod(own) == 1 else jnp.broadcast_to(x, (*batch_shape, *rest))
+    return partitioned
 
 
 def _num_parts(mesh, axes) -> int:
@@ -296,7 +305,7 @@ def _as_tuple(axes) -> tuple:
 
 
 def _divisible_spec(mesh, array) -> list:
-    """The partition of each axis of `array`; None where the parts would not be of one size."""
+    """The mesh axes that partition each axis of `array`; None where the parts would differ in size."""
     spec = getattr(array.sharding, "spec", (None,) * len(array.shape))
     partition = zip(array.shape, spec, strict=True)
     return [None if size % _num_parts(mesh, axes) else axes for size, axes in partition]
@@ -309,56 +318,48 @@ def _lower_cpu(call: _Pass, ctx, *args, **params):
     return _lower_ffi(call, ctx, args, [], **params)
 
 
-def _lower_cuda(call: _Pass, ctx, *args, options: AttentionOptions, **params):
+def _lower_cuda(call: _Pass, ctx, *args, **params):
     q, _, v = ctx.avals_in[:3]
     _support.check_cuda(q.dtype, max(q.shape[-1], v.shape[-1]), is_gradient=call is _BACKWARD)
-    workspace = [
-        jax.core.ShapedArray(shape, jnp.dtype(dtype))
-        for shape, dtype in _workspace(call, ctx.avals_in, options=options, **params)
-    ]
-    results = _lower_ffi(call, ctx, args, workspace, options=options, **params)
-    # A result that a scan stacks and the layer also uses has XLA run the kernel twice, once straight into the stack
-    # (its dynamic-slice fusion, seen with jax 0.11). It does not look for one behind a barrier.
+    results = _lower_ffi(call, ctx, args, _workspace_avals(call, ctx.avals_in, **params), **params)
+    # XLA may run the kernel twice if a scan stacks a result that the layer also uses, once straight into the stack (its
+    # dynamic-slice fusion, seen with jax 0.11). It does not do so across a barrier.
     return list(stablehlo.OptimizationBarrierOp(results).results)
 
 
-def _workspace(call: _Pass, avals, *, operands: tuple[str, ...], options: AttentionOptions):
-    """Shape and dtype of each array that the CUDA kernels need for themselves.
-
-    XLA owns them, as results: a CUDA graph may replay the kernels after the handler has returned.
-    """
-    named = dict(zip(call.arg_names(operands), avals, strict=True))
-    q, k = named["q"], named["k"]
+def _workspace_avals(call: _Pass, avals, *, operands: tuple[str, ...], options: AttentionOptions):
+    """The arrays that the CUDA kernels need for themselves. XLA allocates them, as further results of the call."""
+    named = call.by_name(avals, operands)
+    q, k, v = (named[name] for name in "qkv")
     batch, seqlen_q, num_heads, head_dim = _fold(q, "q").shape
-    seqlen_kv = k.shape[-3]
-    if q.dtype.itemsize == 2:
-        yield (1,), jnp.int32  # counts tiles
-    if call is not _FORWARD:
-        rows = (batch, num_heads, -(-seqlen_q // 128) * 128)
-        yield rows, jnp.float32  # delta
-        yield rows, jnp.float32  # lse in base 2
-    if call is _BACKWARD and q.dtype.itemsize == 2 and not options.deterministic:
-        rows = -(-seqlen_q // 16) * 16 if _sums_dq(q, named["v"]) else 0
-        yield (batch, rows, num_heads, head_dim), jnp.float32  # dq, summed in blocks of rows
-    if "mask" in named or "query_segment_ids" in named:
-        # Which blocks of 64 rows and keys are visible, and a list of them for each row and each column of blocks.
-        heads = named["mask"].shape[-3] if "mask" in named else 1
-        m_blocks, n_blocks = -(-seqlen_q // 64), -(-seqlen_kv // 64)
-        yield (batch, heads, m_blocks, n_blocks), jnp.uint8
-        longest = m_blocks * n_blocks + m_blocks + n_blocks  # of both, without a comparison of symbolic sizes
-        yield (batch, heads, longest), jnp.uint32
-    if "mask" in named:
-        # The mask as bits, in words of 32 and pairs of words: of each query's keys, and of each key's queries.
-        *outer, rows, keys = _fold(named["mask"], "mask").shape
-        yield (*outer, rows, 2 * -(-keys // 64)), jnp.uint32
-        if call is _BACKWARD:
-            yield (*outer, keys, 2 * -(-rows // 64)), jnp.uint32
+    mask_shape = _fold(named["mask"], "mask").shape if "mask" in named else (1, 1, 1, 1)
+    return _workspace.arrays(
+        _workspace.Call(
+            is_forward=call is _FORWARD,
+            is_backward=call is _BACKWARD,
+            is_16_bit=q.dtype.itemsize == 2,
+            is_deterministic=options.deterministic,
+            has_mask="mask" in named,
+            has_segments="query_segment_ids" in named,
+            B=batch,
+            N=num_heads,
+            T=seqlen_q,
+            S=k.shape[-3],
+            H=head_dim,
+            B_mask=mask_shape[0],
+            N_mask=mask_shape[1],
+            T_mask=mask_shape[2],
+            S_mask=mask_shape[3],
+            sums_dq=lambda: _sums_dq(q, v),
+        )
+    )
 
 
 def _sums_dq(q, v) -> bool:
-    """Does the backward kernel sum 16-bit dq in memory? Those of Hopper above head dim 128 leave it to another kernel.
+    """Whether the backward kernel sums 16-bit dq in memory.
 
-    So do all others without that memory, more slowly: where the program runs on other GPUs than it was lowered for.
+    Hopper's kernels above head dim 128 leave dq to another kernel, which is faster. Where the program runs on other
+    GPUs than it was lowered for, their kernels do so too without that memory, at some cost in speed.
     """
     gpus = _ffi.local_gpus()
     is_hopper = gpus and all(gpu.compute_capability == "9.0" for gpu in gpus)
@@ -370,22 +371,29 @@ def _sums_dq(q, v) -> bool:
     return min((size for size in compiled if size >= max(head_dims)), default=0) <= 128
 
 
-def _lower_ffi(call: _Pass, ctx, args, workspace, *, operands: tuple[str, ...], options: AttentionOptions):
-    avals_in = list(map(_fold, ctx.avals_in, call.arg_names(operands)))
-    avals_out = list(map(_fold, ctx.avals_out, call.results))
-    avals_out += workspace
+def _lower_ffi(
+    call: _Pass,
+    ctx,
+    args,
+    workspace: Iterable[jax.core.ShapedArray],
+    *,
+    operands: tuple[str, ...],
+    options: AttentionOptions,
+):
+    avals_in = [_fold(aval, name) for name, aval in call.by_name(ctx.avals_in, operands).items()]
+    avals_out = [*map(_fold, ctx.avals_out, call.results), *workspace]
     results = jax.ffi.ffi_lowering(call.target)(
         ctx.replace(avals_in=avals_in, avals_out=avals_out),
         *map(functools.partial(_reshape, ctx), args, ctx.avals_in, avals_in),
         operands=",".join(operands),
         **dataclasses.asdict(options),
     )
-    # Without the workspace.
+    # `strict=False` drops the workspace.
     return [_reshape(ctx, *x) for x in zip(results, avals_out, ctx.avals_out, strict=False)]
 
 
 def _fold(aval, name: str) -> jax.core.ShapedArray:
-    """The type of an array with all its batch axes joined into one."""
+    """The type of an array with its batch axes folded into one."""
     split = len(aval.shape) - len(_AXES[name])
     return jax.core.ShapedArray((math.prod(aval.shape[:split]), *aval.shape[split:]), aval.dtype)
 
@@ -393,7 +401,7 @@ def _fold(aval, name: str) -> jax.core.ShapedArray:
 def _reshape(ctx, x: ir.Value, old, new) -> ir.Value:
     if len(old.shape) == len(new.shape):
         return x
-    # By JAX, which knows how to compute sizes that are symbolic; without what else belongs to the types.
+    # JAX lowers the reshape, as it can compute symbolic sizes. The rest of the types is not wanted here.
     old, new = (jax.core.ShapedArray(aval.shape, aval.dtype) for aval in (old, new))
     lower = mlir.lower_fun(lambda x: jax.lax.reshape(x, new.shape), multiple_results=False)
     return lower(ctx.replace(avals_in=[old], avals_out=[new]), x)[0]
@@ -417,7 +425,7 @@ def _define(name: str, abstract_eval: Callable) -> Primitive:
 
     @primitive.def_impl
     def run(*args, **params):
-        with jax.disable_jit(False):  # else the call would come back here
+        with jax.disable_jit(False):  # otherwise the call would come back here
             return compiled(tuple(params.items()))(*args)
 
     return primitive
@@ -432,7 +440,7 @@ def _define_pass(call: _Pass, abstract_eval: Callable) -> Primitive:
     outer = _define(call.target, abstract_eval)
     batching.primitive_batchers[outer] = functools.partial(_batch, call, outer)
     ad.primitive_jvps[outer] = _differentiate
-    _partitioning.register_lowering(outer, functools.partial(_call_partitioned, call, inner))
+    _partitioning.register_lowering(outer, functools.partial(_call_on_shards, call, inner))
     return outer
 
 
