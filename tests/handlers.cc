@@ -1,17 +1,23 @@
-// What cpp/ffi_call.h does that no call from Python can reach. Prints a line for each failure and then exits
-// with 1.
+// What the decoding of calls does that no call from Python can reach, or only one on a GPU. Prints a line for
+// each failure and then exits with 1.
 #include <cstdint>
 #include <cstdio>
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "ffi_call.h"
+#include "ffi_workspace.h"
 
 namespace {
 
+using jax_flash::AttentionParams;
 using jax_flash::CallReader;
+using jax_flash::Dims;
+using jax_flash::Pass;
 using jax_flash::Platform;
+using jax_flash::Workspace;
 using xla::ffi::DataType;
 using xla::ffi::Error;
 using xla::ffi::ErrorCode;
@@ -79,6 +85,76 @@ void test_alignment() {
   }
 }
 
+struct Type {
+  DataType dtype;
+  Dims dims;
+};
+
+// Takes the workspace of a call that has results of these types and no others.
+Error take_workspace(Platform platform, Pass pass, const AttentionParams& params, std::vector<Type> types,
+                     Workspace* workspace) {
+  alignas(16) static char memory[16];
+  std::vector<XLA_FFI_Buffer> buffers(types.size());
+  std::vector<void*> pointers;
+  for (size_t i = 0; i < types.size(); ++i) {
+    buffers[i] = {};
+    buffers[i].struct_size = XLA_FFI_Buffer_STRUCT_SIZE;
+    buffers[i].dtype = static_cast<XLA_FFI_DataType>(types[i].dtype);
+    buffers[i].data = memory;
+    buffers[i].rank = static_cast<int64_t>(types[i].dims.size());
+    buffers[i].dims = types[i].dims.data();
+    pointers.push_back(&buffers[i]);
+  }
+  std::vector<XLA_FFI_RetType> result_types(types.size(), XLA_FFI_RetType_BUFFER);
+  XLA_FFI_Args args = {};
+  XLA_FFI_Rets results = {.struct_size = XLA_FFI_Rets_STRUCT_SIZE,
+                          .extension_start = nullptr,
+                          .size = static_cast<int64_t>(types.size()),
+                          .types = result_types.data(),
+                          .rets = pointers.data()};
+  CallReader call(platform, {&args, 0}, {&results, 0});
+  *workspace = {};
+  const Error error = TakeWorkspace(call, pass, params, workspace);
+  return error.failure() ? error : call.CheckAllTaken();
+}
+
+void test_workspace() {
+  AttentionParams params = {};
+  params.dtype = jax_flash::DType::kBFloat16;
+  params.batch = 2, params.seqlen_q = 70, params.seqlen_kv = 5;
+  params.num_heads = 6, params.num_kv_heads = 3, params.head_dim = params.head_dim_v = 8;
+  Workspace workspace;
+  const Type counter = {DataType::S32, {1}}, statistics = {DataType::F32, {2, 6, 128}};
+  const auto take = [&](Pass pass, const std::vector<Type>& types) {
+    return take_workspace(Platform::kCuda, pass, params, types, &workspace);
+  };
+  const auto take_dq_rows = [&](int64_t rows) {
+    return take(Pass::kBackward, {counter, statistics, statistics, {DataType::F32, {2, rows, 6, 8}}});
+  };
+
+  expect(take_workspace(Platform::kCpu, Pass::kBackward, params, {}, &workspace).success(),
+         "the CPU has no workspace");
+  expect(take(Pass::kForward, {counter}).success() && workspace.tile_counter.data, "forward");
+  expect(take(Pass::kBackwardBias, {counter, statistics, statistics}).success(), "gradient of the bias");
+  expect(take_dq_rows(80).success() && !workspace.leaves_dq, "sums of dq");
+  expect(take_dq_rows(0).success() && workspace.leaves_dq, "no sums of dq");
+  const std::string message = take_dq_rows(16).message();
+  expect(message.find("dq_accum must be float32 of shape [2, 80, 6, 8]") != std::string::npos,
+         "sums of some rows of dq: " + message);
+  params.options.deterministic = true;
+  expect(take_dq_rows(80).failure(), "sums of a deterministic dq");
+
+  // A mask [N, 1, S]. 70 queries are 2 blocks, 5 keys are 1.
+  params.mask = {&params, jax_flash::DType::kBool, 0, 5, 0, 1};
+  const Type visibility = {DataType::U8, {2, 6, 2, 1}}, lists = {DataType::U32, {2, 6, 2 * 1 + 2 + 1}};
+  const Type of_queries = {DataType::U32, {1, 6, 1, 2}}, of_keys = {DataType::U32, {1, 6, 5, 2}};
+  expect(take(Pass::kForward, {counter, visibility, lists, of_queries}).success(), "mask, forward");
+  expect(take(Pass::kBackward, {counter, statistics, statistics, visibility, lists, of_queries, of_keys})
+             .success(),
+         "mask, backward");
+  expect(take(Pass::kForward, {counter, visibility, lists}).failure(), "a mask without its bits");
+}
+
 Error handler(int kind) {
   if (kind == 1) throw std::bad_alloc();
   if (kind == 2) throw std::runtime_error("what went wrong");
@@ -100,6 +176,7 @@ void test_exceptions() {
 
 int main() {
   test_alignment();
+  test_workspace();
   test_exceptions();
   return failures > 0;
 }

@@ -311,7 +311,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     "cpp/ffi_call.cc": [
         ("arrays that are not aligned",
          "is_for_cuda() ? 16 : ElementBytes(buffer.element_type());", "ElementBytes(ffi::DataType::PRED);",
-         "test_handlers.py::test_arrays_that_are_not_aligned_and_exceptions"),
+         "test_handlers.py::test_alignment_workspace_and_exceptions"),
         ("surplus arguments",
          "if (next_arg_ == args_.size() && next_result_ == results_.size())", "if (next_result_ == results_.size())",
          "test_ffi.py::test_bad_forward_call[cpu-one argument too many]"),
@@ -344,6 +344,19 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("sums of a bias over a part of the batch that does not divide it",
          "return part > 0 ? whole % part == 0 : whole == 0;", "return part > 0 || whole == 0;",
          "test_ffi.py::test_bad_call_for_the_gradient_of_a_bias[cpu-dbias of 3 batch elements]"),
+    ],
+    "cpp/ffi_workspace.cc": [
+        ("a broadcast axis of a mask has all its bits",
+         "B_mask = mask.batch_stride ? B : 1", "B_mask = B",
+         "test_handlers.py::test_alignment_workspace_and_exceptions"),
+        ("dq is summed where there is no room",
+         "!dq_dims.empty() && dq_dims[1] == 0", "false",
+         "test_handlers.py::test_alignment_workspace_and_exceptions"),
+    ],
+    "cpp/workspace.def": [
+        ("sums of dq where their order is not fixed",
+         "is_backward and is_16_bit and not is_deterministic,", "is_backward and is_16_bit,",
+         "test_handlers.py::test_alignment_workspace_and_exceptions"),
     ],
     "cpp/cpu_parallel.h": [
         ("workers share their scratch",

@@ -13,13 +13,13 @@ TESTS = pathlib.Path(__file__).resolve().parent
 CPP = TESTS.parent / "cpp"
 
 
-def test_arrays_that_are_not_aligned_and_exceptions(tmp_path):
+def test_alignment_workspace_and_exceptions(tmp_path):
     compiler = os.environ.get("CXX") or shutil.which("c++")
     if compiler is None:
         pytest.skip("there is no C++ compiler")
     program = tmp_path / "handlers"
     headers = [f"-I{CPP}", f"-isystem{jax.ffi.include_dir()}"]
-    sources = [TESTS / "handlers.cc", CPP / "ffi_call.cc"]
+    sources = [TESTS / "handlers.cc", CPP / "ffi_call.cc", CPP / "ffi_workspace.cc"]
     command = [compiler, "-std=c++20", "-Wall", "-Wextra", *headers, *sources, "-o", program]
     subprocess.run(command, check=True)
     run = subprocess.run([program], capture_output=True, text=True)
