@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from . import _dropout, _primitives, _reference, _support
+from . import _checks, _dropout, _primitives, _reference
 from ._alibi import Alibi
 from ._options import AttentionOptions, static_bool
 
@@ -108,13 +108,13 @@ def flash_attention(
         of shared memory, float32 gradients of head dims over 128. What depends on the platform is raised while the
         call is lowered.
     """
-    _support.check_implementation(implementation)
-    query, key, value = _support.check_qkv(query, key, value)
+    _checks.check_implementation(implementation)
+    query, key, value = _checks.check_qkv(query, key, value)
     is_batched = query.ndim == 4
     batch = query.shape[0] if is_batched else None
     scores = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])  # [B, N, T, S]
 
-    scale_factor = _support.check_scale_array(scale)
+    scale_factor = _checks.check_scale_array(scale)
     if scale_factor is not None:
         # A power of two, so that the remaining factor is exact; near the default, so that float16 has room for dq and
         # dk without it.
@@ -132,14 +132,14 @@ def flash_attention(
     )
     return_residual = static_bool("return_residual", return_residual)
 
-    query_seq_lengths = _support.check_lengths("query_seq_lengths", query_seq_lengths, batch)
-    key_value_seq_lengths = _support.check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
-    query_offset = _support.check_query_offset(query_offset, batch)
-    bias = _support.check_bias(bias, scores)
-    mask = _support.check_mask(mask, scores)
-    query_ids, key_value_ids = _support.check_segment_ids(segment_ids, query, key)
-    sinks = _support.check_sinks(sinks, query.shape[-2])
-    dropout_rng = _support.check_dropout_rng(dropout_rng, options.dropout_rate)
+    query_seq_lengths = _checks.check_lengths("query_seq_lengths", query_seq_lengths, batch)
+    key_value_seq_lengths = _checks.check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
+    query_offset = _checks.check_query_offset(query_offset, batch)
+    bias = _checks.check_bias(bias, scores)
+    mask = _checks.check_mask(mask, scores)
+    query_ids, key_value_ids = _checks.check_segment_ids(segment_ids, query, key)
+    sinks = _checks.check_sinks(sinks, query.shape[-2])
+    dropout_rng = _checks.check_dropout_rng(dropout_rng, options.dropout_rate)
 
     if not is_batched:
         query, key, value = query[None], key[None], value[None]

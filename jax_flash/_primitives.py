@@ -22,7 +22,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import _ffi, _partitioning, _support, _workspace
+from . import _checks, _ffi, _partitioning, _workspace
 from ._operands import OPERANDS
 from ._options import AttentionOptions
 
@@ -200,7 +200,7 @@ def _batch(call: _Pass, primitive: Primitive, args, dims, **params):
 
 
 def _differentiate(primals, tangents, **params):
-    _support.refuse_second_derivative()  # the first derivative is custom_vjp's and does not come here
+    _checks.refuse_second_derivative()  # the first derivative is custom_vjp's and does not come here
 
 
 # Partitioning
@@ -320,7 +320,7 @@ def _lower_cpu(call: _Pass, ctx, *args, **params):
 
 def _lower_cuda(call: _Pass, ctx, *args, **params):
     q, _, v = ctx.avals_in[:3]
-    _support.check_cuda(q.dtype, max(q.shape[-1], v.shape[-1]), is_gradient=call is _BACKWARD)
+    _checks.check_cuda(q.dtype, max(q.shape[-1], v.shape[-1]), is_gradient=call is _BACKWARD)
     results = _lower_ffi(call, ctx, args, _workspace_avals(call, ctx.avals_in, **params), **params)
     # XLA may run the kernel twice if a scan stacks a result that the layer also uses, once straight into the stack (its
     # dynamic-slice fusion, seen with jax 0.11). It does not do so across a barrier.
@@ -408,7 +408,7 @@ def _reshape(ctx, x: ir.Value, old, new) -> ir.Value:
 
 
 def _lower_elsewhere(ctx, *args, **params):
-    _support.refuse_platform(ctx.platforms or ctx.module_context.platforms)
+    _checks.refuse_platform(ctx.platforms or ctx.module_context.platforms)
 
 
 # Definition

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ._alibi import Alibi
 from ._attention import flash_attention
-from ._support import is_broadcastable
+from ._checks import is_broadcastable
 
 
 def attention_fn(

@@ -73,7 +73,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          'raise TypeError(f"{name} must be a bool, got', 'raise ValueError(f"{name} must be a bool, got',
          "test_errors.py::test_bad_call[is_causal is an int]"),
     ],
-    "jax_flash/_support.py": [
+    "jax_flash/_checks.py": [
         ("a key of another batch size is accepted",
          "if x.shape[:-3] != query.shape[:-3]:", "if len(x.shape) != len(query.shape):",
          "test_errors.py::test_bad_call[other batch in key]"),

@@ -1,9 +1,9 @@
-"""What attention supports: every refusal of operands, in one place (options check themselves, in _options.py).
+"""Checks of arguments, in one place (options check themselves, in _options.py).
 
-A mistake in a call is a TypeError (wrong type or dtype) or a ValueError (wrong rank, shape or value) that names the
-argument, what was expected and what came; what no fused kernel does is a NotImplementedError that names the way out.
-All are raised while the call is traced, or while it is lowered where they depend on the platform: an error in a
-running kernel could no longer name the argument.
+A mistake in a call raises TypeError (wrong type or dtype) or ValueError (wrong rank, shape or value) and names the
+argument, what was expected and what came. A call that no fused kernel serves raises NotImplementedError and names the
+way out. All are raised while the call is traced, or lowered if they depend on the platform: an error in a running
+kernel could no longer name the argument.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ._options import describe, static_int
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 _MAX_CUDA_HEAD_DIM = 256
-# Compute capabilities whose blocks have 99 KB of shared memory, and what of cuda/tiles.h does not fit there.
+# Compute capabilities whose blocks have 99 KB of shared memory, and the largest head dim whose tiles fit there.
 _SMALL_GPUS = ("8.6", "8.9", "12.0", "12.1")
 _MAX_SMALL_GPU_FLOAT32_GRADIENT_HEAD_DIM = 128
 _USE_XLA = 'Pass implementation="xla" (plain XLA, with memory that grows as T * S).'
@@ -184,7 +184,7 @@ def check_dropout_rng(dropout_rng: Any, rate: float) -> jax.Array | None:
 
 
 def check_cuda(dtype: np.dtype, head_dim: int, *, is_gradient: bool) -> None:
-    """Refuses what the CUDA kernels do not do; called where a call is lowered for a GPU."""
+    """Refuses calls that the CUDA kernels do not serve. Called when a call is lowered for a GPU."""
     if dtype == jnp.float64:
         raise NotImplementedError(f"The CUDA kernels do not support float64. {_USE_XLA}")
     if head_dim > _MAX_CUDA_HEAD_DIM:
