@@ -1,18 +1,15 @@
-"""The attention function: what a user calls, and its gradient."""
+"""The attention function: checks its arguments and brings them to one normal form."""
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from . import _checks, _dropout, _primitives, _reference
+from . import _checks, _dropout, _fused, _reference, _sharding
 from ._alibi import Alibi
 from ._options import AttentionOptions, static_bool
 
@@ -116,8 +113,8 @@ def flash_attention(
 
     scale_factor = _checks.check_scale_array(scale)
     if scale_factor is not None:
-        # A power of two, so that the remaining factor is exact; near the default, so that float16 has room for dq and
-        # dk without it.
+        # A power of two, so that the remaining factor is exact; near the default, so that dq and dk without the factor
+        # fit in float16.
         scale = 2.0 ** round(math.log2(1 / math.sqrt(query.shape[-1])))
         scale_factor = scale_factor / scale
     options = AttentionOptions.resolve(
@@ -157,213 +154,35 @@ def flash_attention(
         alibi_slopes=alibi_slopes,
         dropout_seeds=dropout_rng,
     )
-    operands = {name: _NORMAL_FORMS[name](x, query) for name, x in operands.items() if x is not None}
-    arrays = _typed_alike(query, key, value, operands)
+    operands = {name: _normal_form(name, x, query) for name, x in operands.items() if x is not None}
+    arrays = _sharding.with_matching_types(query, key, value, operands)
     if implementation == "xla":
         out, lse = _reference.attention(*arrays, options)
     elif return_residual:
-        out, lse = _fused_attention(*arrays, options)
+        out, lse = _fused.attention(*arrays, options)
     else:
-        out, lse = _fused_attention_without_lse(*arrays, options), None
+        out, lse = _fused.attention_without_lse(*arrays, options), None
     results = (out, lse) if return_residual else out
     return results if is_batched else jax.tree.map(lambda x: x[0], results)
 
 
-def _as_it_is(x, query):
-    return x
-
-
-def _with_batch_axis(x, query):
-    """[T] or [B, T] as [B, T]."""
-    return x if x.ndim == 2 else x[None]
-
-
-def _per_batch(x, query):
-    """A scalar as [B], in lse's dtype."""
-    batch, *_ = _explicit_spec(query) or (None,)
-    out_sharding = None if batch is None else PartitionSpec(batch)
-    return jnp.broadcast_to(x.astype(_lse_dtype(query)), query.shape[:1], out_sharding=out_sharding)
-
-
-def _per_head(x, query):
-    """[N] as [B, N], in lse's dtype: with a row for each batch element it is mapped and sharded like the rest."""
-    x = x.astype(_lse_dtype(query))
-    spec = _explicit_spec(query)
-    if spec is None:
-        return jnp.broadcast_to(x, (query.shape[0], *x.shape))
-    batch, _, heads, _ = spec
-    x = jax.sharding.reshard(x, PartitionSpec(heads))
-    return jnp.broadcast_to(x, (query.shape[0], *x.shape), out_sharding=PartitionSpec(batch, heads))
-
-
-def _with_four_axes(x, query):
-    if x.dtype == jnp.float64:
-        x = x.astype(_lse_dtype(query))  # in which the logits are computed
-    return x.reshape((1,) * (4 - x.ndim) + x.shape)
-
-
-def _as_seeds(rng, query):
-    batch, _, num_heads, _ = query.shape
-    return _dropout.make_seeds(rng, batch, num_heads)
-
-
-def _lse_dtype(query):
-    return jnp.promote_types(query.dtype, jnp.float32)
-
-
-# From the arguments of `flash_attention`, without or with a batch axis, to the operands of the primitives.
-_NORMAL_FORMS = {
-    "query_seq_lengths": _as_it_is,
-    "key_value_seq_lengths": _as_it_is,
-    "query_offset": _as_it_is,
-    "scale_factor": _per_batch,
-    "sinks": _per_head,
-    "query_segment_ids": _with_batch_axis,
-    "key_value_segment_ids": _with_batch_axis,
-    "mask": _with_four_axes,
-    "bias": _with_four_axes,
-    "alibi_slopes": _per_head,
-    "dropout_seeds": _as_seeds,
-}
-
-
 dot_product_attention = flash_attention
 
-# The operands that stand for a bias: at most one of them is there.
-_BIASES = ("bias", "alibi_slopes")
 
-
-# With jits of their own, the gradient of an eager call is one program, too, in which XLA drops the passes that nobody
-# asked for. (Eager shard_map does not take a custom_vjp with symbolic_zeros, which would know by itself.)
-@functools.partial(jax.jit, static_argnums=4)
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _fused_attention(query, key, value, operands, options):
-    return _primitives.forward(query, key, value, operands, options)
-
-
-@functools.partial(jax.jit, static_argnums=4)
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _fused_attention_without_lse(query, key, value, operands, options):
-    """The common case: the log-sum-exp has no cotangent, one array less for the kernel to read."""
-    return _primitives.forward(query, key, value, operands, options)[0]
-
-
-def _attention_fwd(query, key, value, operands, options):
-    out, lse = _primitives.forward(query, key, value, operands, options)
-    out = checkpoint_name(out, "flash_attention_out")
-    lse = checkpoint_name(lse, "flash_attention_lse")
-    return (out, lse), (query, key, value, out, lse, operands)
-
-
-def _attention_without_lse_fwd(*args):
-    (out, _), residuals = _attention_fwd(*args)
-    return out, residuals
-
-
-def _attention_bwd(options, residuals, cotangents):
-    query, key, value, out, lse, operands = residuals
-    dout, dlse = cotangents
-    dq, dk, dv = _primitives.backward(query, key, value, out, lse, dout, dlse, operands, options)
-    operand_grads = dict.fromkeys(operands)
-    if "scale_factor" in operands:
-        operand_grads["scale_factor"] = _scale_gradient(query, dq, operands)
-        dq, dk = (_times_factor(x, operands["scale_factor"]) for x in (dq, dk))
-    if "sinks" in operands:
-        operand_grads["sinks"] = _sinks_gradient(out, lse, dout, dlse, operands)
-    for name in _BIASES:
-        if name in operands:
-            sums = _primitives.backward_bias(query, key, value, out, lse, dout, dlse, operands, options)
-            operand_grads[name] = _sum_to(sums, operands[name])
-    return dq, dk, dv, operand_grads
-
-
-def _attention_without_lse_bwd(options, residuals, dout):
-    return _attention_bwd(options, residuals, (dout, None))
-
-
-_fused_attention.__wrapped__.defvjp(_attention_fwd, _attention_bwd)
-_fused_attention_without_lse.__wrapped__.defvjp(_attention_without_lse_fwd, _attention_without_lse_bwd)
-
-
-def _sum_to(sums, like):
-    """Sums of four axes, over what `like`, which has as many or the leading ones, is broadcast over."""
-    sums = jnp.sum(sums, tuple(range(like.ndim, sums.ndim)))
-    axes = [
-        axis for axis, sizes in enumerate(zip(sums.shape, like.shape, strict=True)) if sizes[0] != sizes[1]
-    ]
-    return jnp.sum(sums, axes, keepdims=True).astype(like.dtype)
-
-
-def _times_factor(x, factor):
-    """A gradient [B, ...] times the factor [B] of the scale, in its own type: key's may lie otherwise than query's."""
-    if _explicit_spec(x) or _explicit_spec(factor):
-        factor = jax.sharding.reshard(factor, PartitionSpec(jax.typeof(x).sharding.spec[0]))
-    return (factor[:, None, None, None] * x.astype(factor.dtype)).astype(x.dtype)
-
-
-def _scale_gradient(query, dq, operands):
-    """The gradient [B] of the scale's factor: logits are the factor times what dq, without it, is the gradient of."""
-    dtype = operands["scale_factor"].dtype
-    products = _of_existing_rows(query, operands).astype(dtype) * dq.astype(dtype)
-    return jnp.sum(products, (1, 2, 3))
-
-
-def _of_existing_rows(x, operands):
-    """[B, T, ...] with 0 beyond the lengths, where it may hold anything."""
-    if "query_seq_lengths" not in operands:
-        return x
-    exists = jnp.arange(x.shape[1]) < operands["query_seq_lengths"][:, None]
-    return jnp.where(exists.reshape(*exists.shape, *(1,) * (x.ndim - 2)), x, 0)
-
-
-def _sinks_gradient(out, lse, dout, dlse, operands):
-    """The gradient [B, N] of the sinks: that of a logit, p (dp - delta), where dp is 0 as a sink has no value."""
-    dout = _of_existing_rows(dout, operands)
-    delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), -1)  # [B, T, N]
-    if dlse is not None:
-        delta -= dlse
-    sinks = operands["sinks"][..., None, :]
-    # A row without a sink and a key; what else is not finite is a sink's NaN or infinity, which goes on.
-    return -jnp.sum(jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks - lse) * delta), -2)
-
-
-# The operands of one primitive must be alike in what a mesh makes part of their types. All this stands outside of the
-# custom_vjp, so that JAX sums the gradients of what was replicated.
-
-
-def _typed_alike(query, key, value, operands):
-    """The arguments, with a bias sharded as its gradient will be."""
-    spec = _explicit_spec(query)
-    if spec is not None and "bias" in operands:
-        bias = operands["bias"]
-        batch, _, heads, _ = spec
-        axes = (None if size == 1 else axis for size, axis in zip(bias.shape, (batch, heads), strict=False))
-        operands = operands | {"bias": jax.sharding.reshard(bias, PartitionSpec(*axes, None, None))}
-    return _vary_alike((query, key, value, operands))
-
-
-def _explicit_spec(x: jax.Array) -> PartitionSpec | None:
-    """How `x` is partitioned, where the mesh's axes are explicit: part of its type."""
-    sharding = jax.typeof(x).sharding
-    return sharding.spec if any(sharding.spec) else None
-
-
-def _vary_alike(arrays):
-    axes = {axis for x in jax.tree.leaves(arrays) for axis in _varying_axes(x)}
-
-    def cast(x: jax.Array) -> jax.Array:
-        missing = tuple(axes - _varying_axes(x))
-        if not missing:
-            return x
-        if hasattr(jax.lax, "pcast"):
-            return jax.lax.pcast(x, missing, to="varying")
-        return jax.lax.pvary(x, missing)  # before jax 0.8
-
-    return jax.tree.map(cast, arrays)
-
-
-def _varying_axes(x: jax.Array) -> frozenset[str]:
-    aval = jax.typeof(x)
-    if hasattr(aval, "manual_axis_type"):
-        return frozenset(aval.manual_axis_type.varying)
-    return aval.vma  # before jax 0.10
+def _normal_form(name: str, x: jax.Array, query: jax.Array) -> jax.Array:
+    """An operand in the shape and dtype that the primitives take, for `query` [B, T, N, H]."""
+    lse_dtype = jnp.promote_types(query.dtype, jnp.float32)
+    if name == "scale_factor":
+        return _sharding.per_batch(x.astype(lse_dtype), query)
+    if name in ("sinks", "alibi_slopes"):
+        return _sharding.per_head(x.astype(lse_dtype), query)
+    if name in ("query_segment_ids", "key_value_segment_ids"):
+        return x if x.ndim == 2 else x[None]
+    if name in ("mask", "bias"):
+        if x.dtype == jnp.float64:
+            x = x.astype(lse_dtype)  # the logits' dtype
+        return x.reshape((1,) * (4 - x.ndim) + x.shape)
+    if name == "dropout_seeds":
+        batch, _, num_heads, _ = query.shape
+        return _dropout.make_seeds(x, batch, num_heads)
+    return x

@@ -1,0 +1,79 @@
+"""Types of arrays on a mesh: explicit axes and the varying axes of shard_map.
+
+A mesh can be part of an array's type. The operands of one primitive need matching types, and JAX must sum the gradient
+of what it replicates, so all of this happens outside of the custom_vjp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+Operands = dict[str, jax.Array]
+
+
+def per_batch(x: jax.Array, query: jax.Array) -> jax.Array:
+    """A scalar as [B], sharded like query [B, T, N, H]."""
+    batch, *_ = _explicit_spec(query) or (None,)
+    out_sharding = None if batch is None else PartitionSpec(batch)
+    return jnp.broadcast_to(x, query.shape[:1], out_sharding=out_sharding)
+
+
+def per_head(x: jax.Array, query: jax.Array) -> jax.Array:
+    """[N] as [B, N], sharded like query [B, T, N, H]: a row for each batch element is mapped like other operands."""
+    spec = _explicit_spec(query)
+    if spec is None:
+        return jnp.broadcast_to(x, (query.shape[0], *x.shape))
+    batch, _, heads, _ = spec
+    x = jax.sharding.reshard(x, PartitionSpec(heads))
+    return jnp.broadcast_to(x, (query.shape[0], *x.shape), out_sharding=PartitionSpec(batch, heads))
+
+
+def times_factor(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """X [B, ...] times factor [B], in x's dtype and sharding: that of keys may differ from that of queries."""
+    if _explicit_spec(x) or _explicit_spec(factor):
+        factor = jax.sharding.reshard(factor, PartitionSpec(jax.typeof(x).sharding.spec[0]))
+    return (factor[:, None, None, None] * x.astype(factor.dtype)).astype(x.dtype)
+
+
+def with_matching_types(
+    query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands
+) -> tuple[jax.Array, jax.Array, jax.Array, Operands]:
+    """The arguments with the bias sharded as its gradient will be, all varying over the same axes of shard_map."""
+    spec = _explicit_spec(query)
+    if spec is not None and "bias" in operands:
+        bias = operands["bias"]
+        batch, _, heads, _ = spec
+        axes = (None if size == 1 else axis for size, axis in zip(bias.shape, (batch, heads), strict=False))
+        operands = operands | {"bias": jax.sharding.reshard(bias, PartitionSpec(*axes, None, None))}
+    return _varying_over_all_axes((query, key, value, operands))
+
+
+def _explicit_spec(x: jax.Array) -> PartitionSpec | None:
+    """The partition of `x` over the explicit axes of a mesh; None without any."""
+    sharding = jax.typeof(x).sharding
+    return sharding.spec if any(sharding.spec) else None
+
+
+def _varying_over_all_axes(arrays: Any) -> Any:
+    axes = {axis for x in jax.tree.leaves(arrays) for axis in _varying_axes(x)}
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(axes - _varying_axes(x))
+        if not missing:
+            return x
+        if hasattr(jax.lax, "pcast"):
+            return jax.lax.pcast(x, missing, to="varying")
+        return jax.lax.pvary(x, missing)  # before jax 0.8
+
+    return jax.tree.map(cast, arrays)
+
+
+def _varying_axes(x: jax.Array) -> frozenset[str]:
+    aval = jax.typeof(x)
+    if hasattr(aval, "manual_axis_type"):
+        return frozenset(aval.manual_axis_type.varying)
+    return aval.vma  # before jax 0.10
