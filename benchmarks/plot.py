@@ -21,7 +21,7 @@ Json = dict[str, Any]
 NAMES = {"jax_flash": "jax_flash", "cudnn": "cuDNN (jax.nn)", "xla": "XLA (jax.nn)"}
 COLORS = {"jax_flash": "#c2410c", "cudnn": "#2563eb", "xla": "#6b7280"}
 # Inches. The first page shows the picture 740 pixels wide, at which 10 points are 11 pixels.
-WIDTH, ROW_HEIGHT, LEGEND_HEIGHT = 9.2, 2.3, 0.7
+WIDTH, ROW_HEIGHT, LEGEND_HEIGHT = 9.2, 1.8, 0.7
 FONTS = {"font.size": 10, "axes.titlesize": 10, "figure.titlesize": 11}
 
 
@@ -116,7 +116,7 @@ def _memory(axes: Axes, shapes: list[Json], names: list[str]) -> None:
         shape = shapes[0]
         size = f"{shape['batch']} x T x {shape['num_heads']} x {shape['head_dim']}"
         axes.set_title(f"memory, {size}, {shape['dtype']}")
-        axes.set_ylabel("forward + backward")
+        axes.set_ylabel("both passes")
     _length_axis(axes, sorted({shape["seq_len"] for shape in shapes}))
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_locator(LogLocator(base=8))
