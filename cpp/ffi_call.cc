@@ -5,7 +5,7 @@
 namespace jax_flash {
 namespace {
 
-// Of the dtypes that a call may have; 1 for bool and all others.
+// 1 for bool and for dtypes that no call has.
 int ElementBytes(ffi::DataType dtype) {
   switch (dtype) {
     case ffi::DataType::F16:

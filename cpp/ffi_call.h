@@ -47,7 +47,7 @@ using Dims = std::vector<int64_t>;
 std::string ToString(const Dims& dims);
 std::string ToString(ffi::DataType dtype);
 
-// Float and bool dtypes only: those of arrays whose dtype a kernel must be told.
+// Null for integers: their dtype is fixed, and no kernel asks for it.
 std::optional<DType> ToDType(ffi::DataType dtype);
 
 Dims DimsOf(ffi::AnyBuffer buffer);
@@ -65,7 +65,7 @@ struct DTypes {
   DTypes(std::initializer_list<ffi::DataType> allowed) : allowed(allowed) {}
 };
 
-// Reads arguments and results in the order of the call. Every method checks the array's alignment.
+// Reads arguments and results in the order of the call, and checks the alignment of each.
 class CallReader {
  public:
   CallReader(Platform platform, ffi::RemainingArgs args, ffi::RemainingRets results)
@@ -96,7 +96,7 @@ class CallReader {
     return ffi::Error::Success();
   }
 
-  // An argument that is broadcastable to `dims`, which are four.
+  // An argument broadcastable to the four sizes `dims`.
   ffi::Error TakeArg(std::string_view name, DTypes dtypes, const Dims& dims, PairArray* array);
 
   // The shape of the next result, without taking it; empty if there is none.

@@ -27,20 +27,16 @@ const Option kOptions[] = {
 #undef OPTION
 };
 
-struct Operand {
-  const char *type, *name, *dtype, *shape;
-};
-const Operand kOperands[] = {
-#define OPERAND(type, name, dtype, ...) {#type, #name, #dtype, #__VA_ARGS__},
+using Row = std::vector<std::pair<const char*, const char*>>;  // the names of the columns, and their text
+const std::vector<Row> kOperands = {
+#define OPERAND(type, name, dtype, ...) \
+  {{"name", #name}, {"type", #type}, {"dtype", #dtype}, {"shape", #__VA_ARGS__}},
 #include "operands.def"
 #undef OPERAND
 };
-
-struct Workspace {
-  const char *name, *dtype, *condition, *shape;
-};
-const Workspace kWorkspace[] = {
-#define WORKSPACE(name, dtype, condition, ...) {#name, #dtype, #condition, #__VA_ARGS__},
+const std::vector<Row> kWorkspace = {
+#define WORKSPACE(name, dtype, condition, ...) \
+  {{"name", #name}, {"dtype", #dtype}, {"condition", #condition}, {"shape", #__VA_ARGS__}},
 #include "workspace.def"
 #undef WORKSPACE
 };
@@ -73,26 +69,14 @@ std::string JsonOfOptions() {
   return Json(fields);
 }
 
-std::string JsonOfOperands() {
-  std::vector<std::string> parts;
-  for (const Operand& operand : kOperands) {
-    parts.push_back(Json(Fields{{"name", Json(std::string(operand.name))},
-                                {"type", Json(std::string(operand.type))},
-                                {"dtype", Json(std::string(operand.dtype))},
-                                {"shape", Json(std::string(operand.shape))}}));
+std::string JsonOfTable(const std::vector<Row>& table) {
+  std::vector<std::string> rows;
+  for (const Row& row : table) {
+    Fields fields;
+    for (const auto& [column, text] : row) fields.emplace_back(column, Json(std::string(text)));
+    rows.push_back(Json(fields));
   }
-  return '[' + Join(parts) + ']';
-}
-
-std::string JsonOfWorkspace() {
-  std::vector<std::string> parts;
-  for (const Workspace& array : kWorkspace) {
-    parts.push_back(Json(Fields{{"name", Json(std::string(array.name))},
-                                {"dtype", Json(std::string(array.dtype))},
-                                {"condition", Json(std::string(array.condition))},
-                                {"shape", Json(std::string(array.shape))}}));
-  }
-  return '[' + Join(parts) + ']';
+  return '[' + Join(rows) + ']';
 }
 
 // The constants of params.h that Python needs, too.
@@ -123,8 +107,8 @@ extern "C" const char* JaxFlashDescription() {
         {"kernels", Json(kernels)},
         {"platforms", Json(platforms)},
         {"options", JsonOfOptions()},
-        {"operands", JsonOfOperands()},
-        {"workspace", JsonOfWorkspace()},
+        {"operands", JsonOfTable(kOperands)},
+        {"workspace", JsonOfTable(kWorkspace)},
         {"constants", JsonOfConstants()},
     });
   }();
