@@ -90,9 +90,9 @@ struct BackwardSchedule {
 };
 
 struct BackwardArguments {
-  CUtensorMap tQ, tDout;  // boxes of kBlockM rows
-  CUtensorMap tK, tV;     // boxes of kBlockN rows
-  CUtensorMap tDk, tDv;   // boxes of 16 rows
+  CUtensorMap q_map, dout_map;  // [B, T, N, H], [B, T, N, Hv] in boxes of kBlockM rows
+  CUtensorMap k_map, v_map;     // [B, S, K, H], [B, S, K, Hv] in boxes of kBlockN rows
+  CUtensorMap dk_map, dv_map;   // [B, S, K, H], [B, S, K, Hv] in boxes of 16 rows: a warp's
   BackwardParams params;
   BackwardSchedule schedule;
   DqFragments dq_accum;
@@ -292,7 +292,7 @@ struct BackwardLoader {
       return;
     }
     const uint32_t tail = shared.tail(kIsQueries ? 0 : 1);
-    Loader keys{kIsQueries ? arguments.tK : arguments.tV,
+    Loader keys{kIsQueries ? arguments.k_map : arguments.v_map,
                 work.batch,
                 work.mask.kv_length,
                 static_cast<int>(params.seqlen_kv),
@@ -301,7 +301,7 @@ struct BackwardLoader {
                 tail_parity};
     keys.template load<Config::kBlockN>(kIsQueries ? shared.sK(kv_stage, 0) : shared.sV(kv_stage, 0), full_kv,
                                         work.kv_head, work.n_start);
-    Loader rows{kIsQueries ? arguments.tQ : arguments.tDout,
+    Loader rows{kIsQueries ? arguments.q_map : arguments.dout_map,
                 work.batch,
                 work.mask.q_length,
                 static_cast<int>(params.seqlen_q),
@@ -702,10 +702,10 @@ struct BackwardConsumer {
       for (int chunk = 0; chunk < Config::kColumns / kChunkColumns; ++chunk) {
         const int column = (chunk0 + chunk) * kChunkColumns, offset = chunk * Config::kOutPitch;
         if (column < params.head_dim) {
-          ptx::tensor_store(arguments.tDk, sDk + offset, column, work.kv_head, row0, work.batch);
+          ptx::tensor_store(arguments.dk_map, sDk + offset, column, work.kv_head, row0, work.batch);
         }
         if (column < params.head_dim_v) {
-          ptx::tensor_store(arguments.tDv, sDv + offset, column, work.kv_head, row0, work.batch);
+          ptx::tensor_store(arguments.dv_map, sDv + offset, column, work.kv_head, row0, work.batch);
         }
       }
       ptx::tensor_store_commit();
@@ -780,12 +780,12 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
   const bool has_maps =
-      make_tensor_map<Element>(params.q, B, T, N, H, Config::kBlockM, &arguments.tQ) &&
-      make_tensor_map<Element>(params.dout, B, T, N, Hv, Config::kBlockM, &arguments.tDout) &&
-      make_tensor_map<Element>(params.k, B, S, K, H, Config::kBlockN, &arguments.tK) &&
-      make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kBlockN, &arguments.tV) &&
-      make_tensor_map<Element>(params.dk, B, S, K, H, 16, &arguments.tDk) &&
-      make_tensor_map<Element>(params.dv, B, S, K, Hv, 16, &arguments.tDv);
+      make_tensor_map<Element>(params.q, B, T, N, H, Config::kBlockM, &arguments.q_map) &&
+      make_tensor_map<Element>(params.dout, B, T, N, Hv, Config::kBlockM, &arguments.dout_map) &&
+      make_tensor_map<Element>(params.k, B, S, K, H, Config::kBlockN, &arguments.k_map) &&
+      make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kBlockN, &arguments.v_map) &&
+      make_tensor_map<Element>(params.dk, B, S, K, H, 16, &arguments.dk_map) &&
+      make_tensor_map<Element>(params.dv, B, S, K, Hv, 16, &arguments.dv_map);
   if (!has_maps) return Status::not_served();
   if (const Status status = launch_lists(params, Config::Queries::shape(), context); status.failed()) {
     return status;

@@ -41,8 +41,8 @@ using backward_bias_params = BackwardParams;
 namespace jax_flash::cuda::sm90 {
 
 struct BackwardBiasArguments {
-  CUtensorMap tQ, tDout;  // boxes of kBlockM rows
-  CUtensorMap tK, tV;     // boxes of kPartN rows
+  CUtensorMap q_map, dout_map;  // [B, T, N, H], [B, T, N, Hv] in boxes of kBlockM rows
+  CUtensorMap k_map, v_map;     // [B, S, K, H], [B, S, K, Hv] in boxes of kPartN rows
   BackwardParams params;
   LogitScale logit;
   PairOptions pairs;
@@ -132,8 +132,8 @@ struct BackwardBiasLoader {
       if constexpr (kIsQueries) {
         ptx::barrier_wait(shared.q_empty(place.stage), place.parity ^ 1);
         __syncwarp();
-        load_tile(arguments.tQ, shared.sQ(place.stage, 0), shared.q_full(place.stage), tile.m_start);
-        load_tile(arguments.tDout, shared.sDout(place.stage, 0), shared.q_full(place.stage), tile.m_start);
+        load_tile(arguments.q_map, shared.sQ(place.stage, 0), shared.q_full(place.stage), tile.m_start);
+        load_tile(arguments.dout_map, shared.sDout(place.stage, 0), shared.q_full(place.stage), tile.m_start);
         place.advance();
       } else {
 #pragma unroll 1
@@ -141,8 +141,8 @@ struct BackwardBiasLoader {
           const int row = tile.n_start + part * Config::kPartN;
           ptx::barrier_wait(shared.kv_empty(place.stage), place.parity ^ 1);
           __syncwarp();
-          load_tile(arguments.tK, shared.sK(place.stage), shared.k_full(place.stage), row);
-          load_tile(arguments.tV, shared.sV(place.stage), shared.v_full(place.stage), row);
+          load_tile(arguments.k_map, shared.sK(place.stage), shared.k_full(place.stage), row);
+          load_tile(arguments.v_map, shared.sV(place.stage), shared.v_full(place.stage), row);
           place.advance();
         }
       }
@@ -384,10 +384,10 @@ Status backward_bias(const BackwardParams& params, const LaunchContext& context)
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
   const bool has_maps =
-      make_tensor_map<Element>(params.q, B, T, N, H, Config::kBlockM, &arguments.tQ) &&
-      make_tensor_map<Element>(params.dout, B, T, N, Hv, Config::kBlockM, &arguments.tDout) &&
-      make_tensor_map<Element>(params.k, B, S, K, H, Config::kPartN, &arguments.tK) &&
-      make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kPartN, &arguments.tV);
+      make_tensor_map<Element>(params.q, B, T, N, H, Config::kBlockM, &arguments.q_map) &&
+      make_tensor_map<Element>(params.dout, B, T, N, Hv, Config::kBlockM, &arguments.dout_map) &&
+      make_tensor_map<Element>(params.k, B, S, K, H, Config::kPartN, &arguments.k_map) &&
+      make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kPartN, &arguments.v_map);
   if (!has_maps) return Status::not_served();
   return launch(backward_bias_kernel<Config>, arguments.counter ? context.multiprocessors : tiles,
                 Config::kThreads, Config::kSharedBytes, context, arguments);

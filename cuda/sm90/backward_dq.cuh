@@ -36,9 +36,9 @@ using backward_dq_params = BackwardParams;
 namespace jax_flash::cuda::sm90 {
 
 struct BackwardDqArguments {
-  CUtensorMap tQ, tDout;  // boxes of kBlockM rows
-  CUtensorMap tK, tV;     // boxes of kBlockN rows
-  CUtensorMap tDq;        // boxes of 16 rows
+  CUtensorMap q_map, dout_map;  // [B, T, N, H], [B, T, N, Hv] in boxes of kBlockM rows
+  CUtensorMap k_map, v_map;     // [B, S, K, H], [B, S, K, Hv] in boxes of kBlockN rows
+  CUtensorMap dq_map;           // [B, T, N, H] in boxes of 16 rows: a warp's
   BackwardParams params;
   LogitScale logit;
   PairOptions pairs;
@@ -130,7 +130,7 @@ __device__ __forceinline__ void load_for_dq(const BackwardDqArguments& arguments
   using Loader = TileLoader<Config::kChunks>;
   if (work.keys.count == 0) return;
   const uint32_t tail = shared.tail(kIsKeys ? 0 : 1);
-  Loader rows{kIsKeys ? arguments.tQ : arguments.tDout,
+  Loader rows{kIsKeys ? arguments.q_map : arguments.dout_map,
               work.batch,
               work.mask.q_length,
               work.seqlen_q,
@@ -140,7 +140,7 @@ __device__ __forceinline__ void load_for_dq(const BackwardDqArguments& arguments
                                       kIsKeys ? shared.q_full() : shared.dout_full(), work.head,
                                       work.m_start);
   // The last block of keys comes first: all buffers are empty.
-  Loader keys{kIsKeys ? arguments.tK : arguments.tV,
+  Loader keys{kIsKeys ? arguments.k_map : arguments.v_map,
               work.batch,
               work.mask.kv_length,
               work.seqlen_kv,
@@ -306,7 +306,7 @@ struct BackwardDqConsumer {
 #pragma unroll
       for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
         if (chunk * kChunkColumns < arguments.params.head_dim) {
-          ptx::tensor_store(arguments.tDq, shared.sQ(warp_row) + chunk * Config::kQChunkBytes,
+          ptx::tensor_store(arguments.dq_map, shared.sQ(warp_row) + chunk * Config::kQChunkBytes,
                             chunk * kChunkColumns, work.head, row0, work.batch);
         }
       }
@@ -360,11 +360,11 @@ Status launch_backward_dq(const BackwardParams& params, const LaunchContext& con
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
   const bool has_maps =
-      make_tensor_map<Element>(params.q, B, T, N, H, Config::kBlockM, &arguments.tQ) &&
-      make_tensor_map<Element>(params.dout, B, T, N, Hv, Config::kBlockM, &arguments.tDout) &&
-      make_tensor_map<Element>(params.k, B, S, K, H, Config::kBlockN, &arguments.tK) &&
-      make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kBlockN, &arguments.tV) &&
-      make_tensor_map<Element>(params.dq, B, T, N, H, 16, &arguments.tDq);
+      make_tensor_map<Element>(params.q, B, T, N, H, Config::kBlockM, &arguments.q_map) &&
+      make_tensor_map<Element>(params.dout, B, T, N, Hv, Config::kBlockM, &arguments.dout_map) &&
+      make_tensor_map<Element>(params.k, B, S, K, H, Config::kBlockN, &arguments.k_map) &&
+      make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kBlockN, &arguments.v_map) &&
+      make_tensor_map<Element>(params.dq, B, T, N, H, 16, &arguments.dq_map);
   if (!has_maps) return Status::not_served();
   if (const Status status = launch_lists(params, Config::Keys::shape(), context); status.failed()) {
     return status;

@@ -40,10 +40,10 @@ using forward_params = ForwardParams;
 namespace jax_flash::cuda::sm90 {
 
 struct ForwardArguments {
-  CUtensorMap tQ;    // boxes of 64 rows
-  CUtensorMap tK;    // boxes of kBlockN rows
-  CUtensorMap tV;    // boxes of kBlockN rows
-  CUtensorMap tOut;  // boxes of 16 rows
+  CUtensorMap q_map;    // [B, T, N, H] in boxes of 64 rows: a consumer's
+  CUtensorMap k_map;    // [B, S, K, H] in boxes of kBlockN rows
+  CUtensorMap v_map;    // [B, S, K, Hv] in boxes of kBlockN rows
+  CUtensorMap out_map;  // [B, T, N, Hv] in boxes of 16 rows: a warp's
   ForwardParams params;
   LogitScale logit;
   PairOptions pairs;
@@ -59,6 +59,7 @@ struct ForwardConfig {
   static constexpr bool kGeneral = kGeneral_;  // with what pairs.cuh and transform_scores do
   static constexpr int kConsumers = kTile.consumers, kBlockM = 64 * kConsumers, kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages, kQStages = kTile.q_stages;
+  static constexpr bool kPingPong = kTile.turns;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   // What the block was launched with, 168, 128 or 96 a thread, dealt out anew.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : kConsumers == 3 ? 32 : 24;
@@ -179,9 +180,9 @@ struct ForwardScheduler {
       ptx::barrier_arrive_expect(full, kBytes);
 #pragma unroll
       for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
-        ptx::tensor_load(shared.sQ(q_place.stage, 64 * consumer) + chunk * Config::kQChunkBytes, arguments.tQ,
-                         full, chunk * kChunkColumns, tile.head, tile.m_start + 64 * consumer, tile.batch,
-                         ptx::kEvictFirst);
+        ptx::tensor_load(shared.sQ(q_place.stage, 64 * consumer) + chunk * Config::kQChunkBytes,
+                         arguments.q_map, full, chunk * kChunkColumns, tile.head,
+                         tile.m_start + 64 * consumer, tile.batch, ptx::kEvictFirst);
       }
     }
     q_place.advance();
@@ -260,8 +261,9 @@ struct ForwardLoader {
     ptx::barrier_arrive_expect(barrier, Config::kKvBytes);
 #pragma unroll
     for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
-      ptx::tensor_load(sKv(stage) + chunk * Config::kKvChunkBytes, kIsKeys ? arguments.tK : arguments.tV,
-                       barrier, chunk * kChunkColumns, kv_head, row, batch, ptx::kEvictLast);
+      ptx::tensor_load(sKv(stage) + chunk * Config::kKvChunkBytes,
+                       kIsKeys ? arguments.k_map : arguments.v_map, barrier, chunk * kChunkColumns, kv_head,
+                       row, batch, ptx::kEvictLast);
     }
   }
 
@@ -329,12 +331,12 @@ struct ForwardConsumer {
       : arguments(arguments), shared(shared), consumer(consumer) {}
 
   __device__ __forceinline__ void run() {
-    if (consumer == kConsumers - 1) pass_turn();  // the first one begins
+    if (consumer == kConsumers - 1) ping_pong_arrive();  // the first one begins
     has_tile = read_tile();
-    bool is_joint = false;  // are the first scores of the tile at hand done?
+    bool is_overlapped = false;  // are the first scores of the tile at hand done?
 #pragma unroll 1
     while (has_tile) {
-      if (!is_joint) {
+      if (!is_overlapped) {
         begin_rows();
         skip(tile().blocks.end - blocks.end);
         if (!blocks.is_empty()) first_scores();
@@ -348,7 +350,7 @@ struct ForwardConsumer {
         }
         if (n >= blocks.begin) next_block</*kMasked=*/true>(n);
       }
-      is_joint = end_tile();
+      is_overlapped = end_tile();
     }
     if (lane_id() == 0) ptx::tensor_store_wait_read();
   }
@@ -356,11 +358,11 @@ struct ForwardConsumer {
  private:
   // ---- Turns and buffers ----
 
-  __device__ __forceinline__ void take_turn() {
-    if constexpr (Config::kTile.turns) ptx::named_barrier_wait(1 + consumer, 256);
+  __device__ __forceinline__ void ping_pong_wait() {
+    if constexpr (Config::kPingPong) ptx::named_barrier_wait(1 + consumer, 256);
   }
-  __device__ __forceinline__ void pass_turn() {
-    if constexpr (Config::kTile.turns)
+  __device__ __forceinline__ void ping_pong_arrive() {
+    if constexpr (Config::kPingPong)
       ptx::named_barrier_arrive(1 + (consumer == kConsumers - 1 ? 0 : consumer + 1), 256);
   }
   __device__ __forceinline__ void wait_group() { ptx::named_barrier_wait(1 + kConsumers + consumer, 128); }
@@ -410,8 +412,8 @@ struct ForwardConsumer {
 #pragma unroll 1
     for (int i = uniform(count); i > 0; --i) {
       ptx::barrier_wait(shared.k_full(kv_place.stage), kv_place.parity);
-      take_turn();
-      pass_turn();
+      ping_pong_wait();
+      ping_pong_arrive();
       ptx::barrier_wait(shared.v_full(kv_place.stage), kv_place.parity);
       wait_group();  // there is no product that waits for all warps: a late one might miss the phases
       release(shared.k_empty(kv_place.stage));
@@ -531,9 +533,9 @@ struct ForwardConsumer {
     ptx::barrier_wait(shared.k_full(kv_place.stage), kv_place.parity);
     sQ = uniform(shared.sQ(q_place.stage, 64 * consumer));
     const uint32_t sK = shared.sK(uniform(kv_place.stage));
-    take_turn();
+    ping_pong_wait();
     issue_scores(scores, sK);
-    pass_turn();
+    ping_pong_arrive();
     prepare_pairs(blocks.end - 1);
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(scores[0]);
@@ -550,12 +552,12 @@ struct ForwardConsumer {
     float scores[1][Config::kBlockN / 8][4];
     const uint32_t sK = shared.sK(uniform(kv_place.stage)), sV = shared.sV(uniform(v_place.stage));
     ptx::barrier_wait(shared.k_full(kv_place.stage), kv_place.parity);
-    take_turn();
+    ping_pong_wait();
     issue_scores(scores, sK);
     if constexpr (Config::kRescaleLate) rescale_out();
     ptx::barrier_wait(shared.v_full(v_place.stage), v_place.parity);
     issue_values(sV);
-    pass_turn();
+    ping_pong_arrive();
     prepare_pairs(n);
     ptx::wgmma_wait<1>();
     ptx::keep_in_place(scores[0]);
@@ -584,21 +586,21 @@ struct ForwardConsumer {
 
     // The last values stay in their buffer meanwhile: there must be another one for each block that is
     // skipped.
-    bool is_joint = false;
+    bool is_overlapped = false;
     int next_to_skip = 0;
     const bool may_join = Config::kQStages > 1 && !is_empty && to_skip < Config::kStages;
     if (may_join) {
       has_tile = read_tile();
       next_to_skip = has_tile ? uniform(tile().blocks.end) - blocks.end : 0;
-      is_joint = has_tile && !blocks.is_empty() && to_skip + next_to_skip < Config::kStages;
+      is_overlapped = has_tile && !blocks.is_empty() && to_skip + next_to_skip < Config::kStages;
     }
     float scores[1][Config::kBlockN / 8][4];
-    if (is_joint) {
+    if (is_overlapped) {
       const RingPlace<Config::kStages> v_place = kv_place;
       kv_place.advance();
       start_bias(blocks.end - 1);
       skip(to_skip + next_to_skip);
-      joint_products(scores, v_place);
+      overlapped_products(scores, v_place);
     } else {
       if (!is_empty) last_values();
       skip(to_skip);  // before this consumer's rows leave: the others wait for its turns
@@ -606,7 +608,7 @@ struct ForwardConsumer {
     // out takes q's place: a product reads q for all warps, so all must be done with it.
     if constexpr (!Config::kOutBuffer) wait_group();
     write_out(m_start, head, batch, q_stage);
-    if (is_joint) {
+    if (is_overlapped) {
       begin_rows();
       prepare_pairs(blocks.end - 1);
       soften</*kMasked=*/true>(scores, blocks.end - 1);
@@ -617,21 +619,21 @@ struct ForwardConsumer {
       release_q(q_stage);
     }
     if (!may_join) has_tile = read_tile();
-    return is_joint;
+    return is_overlapped;
   }
 
   // The next tile's first scores and this tile's last p v.
-  __device__ __forceinline__ void joint_products(float (&scores)[1][Config::kBlockN / 8][4],
-                                                 RingPlace<Config::kStages> v_place) {
+  __device__ __forceinline__ void overlapped_products(float (&scores)[1][Config::kBlockN / 8][4],
+                                                      RingPlace<Config::kStages> v_place) {
     ptx::barrier_wait(shared.q_full(q_place.stage, consumer), q_place.parity);
     ptx::barrier_wait(shared.k_full(kv_place.stage), kv_place.parity);
     sQ = uniform(shared.sQ(q_place.stage, 64 * consumer));
     const uint32_t sK = shared.sK(uniform(kv_place.stage)), sV = shared.sV(uniform(v_place.stage));
-    take_turn();
+    ping_pong_wait();
     issue_scores(scores, sK);
     ptx::barrier_wait(shared.v_full(v_place.stage), v_place.parity);
     issue_values(sV);
-    pass_turn();
+    ping_pong_arrive();
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(scores[0]);
     ptx::keep_in_place(out[0]);
@@ -686,7 +688,7 @@ struct ForwardConsumer {
 #pragma unroll
         for (int from = 0; from < Config::kOutColumns; from += kChunkColumns) {
           if (column + from < params.head_dim_v) {
-            ptx::tensor_store(arguments.tOut, sOut + from / kChunkColumns * Config::kQChunkBytes,
+            ptx::tensor_store(arguments.out_map, sOut + from / kChunkColumns * Config::kQChunkBytes,
                               column + from, head, row0, batch);
           }
         }
@@ -759,10 +761,10 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
   if (!make_schedule(params, Config::kBlockM, context, &arguments.schedule)) return Status::not_served();
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
-  const bool has_maps = make_tensor_map<Element>(params.q, B, T, N, H, 64, &arguments.tQ) &&
-                        make_tensor_map<Element>(params.k, B, S, K, H, Config::kBlockN, &arguments.tK) &&
-                        make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kBlockN, &arguments.tV) &&
-                        make_tensor_map<Element>(params.out, B, T, N, Hv, 16, &arguments.tOut);
+  const bool has_maps = make_tensor_map<Element>(params.q, B, T, N, H, 64, &arguments.q_map) &&
+                        make_tensor_map<Element>(params.k, B, S, K, H, Config::kBlockN, &arguments.k_map) &&
+                        make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kBlockN, &arguments.v_map) &&
+                        make_tensor_map<Element>(params.out, B, T, N, Hv, 16, &arguments.out_map);
   if (!has_maps) return Status::not_served();
   if (arguments.schedule.counter) {
     const Status status = cudaMemsetAsync(arguments.schedule.counter, 0, sizeof(int), context.stream);
