@@ -184,22 +184,19 @@ struct BackwardShared {
   __device__ uint32_t sLse(int stage) const { return base + Config::kLse + stage * Config::kBlockM * 4; }
   __device__ uint32_t sDelta(int stage) const { return base + Config::kDelta + stage * Config::kBlockM * 4; }
 
-  // Each buffer has a barrier for "full" and one for "empty". Lse and delta come and go with q.
-  __device__ uint32_t q_full(int stage) const { return barrier(stage); }
-  __device__ uint32_t q_empty(int stage) const { return barrier(Config::kStages + stage); }
-  __device__ uint32_t dout_full(int stage) const { return barrier(2 * Config::kStages + stage); }
-  __device__ uint32_t dout_empty(int stage) const { return barrier(3 * Config::kStages + stage); }
-  __device__ uint32_t k_full(int stage) const { return kv_barrier(0, stage); }
-  __device__ uint32_t v_full(int stage) const { return kv_barrier(1, stage); }
-  __device__ uint32_t kv_empty(int stage) const { return kv_barrier(2, stage); }
-  __device__ uint32_t tail(int warp) const { return kv_barrier(3, warp); }
+  using QRing = Ring<Config::kStages>;
+  using KvRing = Ring<Config::kKvStages, /*kFullParts=*/2>;
+  static constexpr int kKeys = 0, kValues = 1;              // parts of KvRing
+  __device__ QRing q_ring() const { return {barrier(0)}; }  // lse and delta come and go with q
+  __device__ QRing dout_ring() const { return {barrier(QRing::kNumBarriers)}; }
+  __device__ KvRing kv_ring() const { return {barrier(2 * QRing::kNumBarriers)}; }
+  __device__ uint32_t tail(int warp) const {
+    return barrier(2 * QRing::kNumBarriers + KvRing::kNumBarriers + warp);
+  }
   __device__ ItemRing items() const { return {base + Config::kItems}; }
 
  private:
   __device__ uint32_t barrier(int index) const { return base + Config::kBarriers + 8 * index; }
-  __device__ uint32_t kv_barrier(int kind, int stage) const {
-    return barrier(4 * Config::kStages + kind * Config::kKvStages + stage);
-  }
   __device__ int out_row(int consumer, int warp) const {
     return (Config::kByKeys ? 64 * consumer : 0) + 16 * warp;
   }
@@ -272,8 +269,8 @@ template <class Config>
 struct BackwardLoader {
   const BackwardArguments& arguments;
   BackwardShared<Config> shared;
-  RingPlace<Config::kStages> place;
-  RingPlace<Config::kKvStages> kv_place;
+  typename BackwardShared<Config>::QRing q_ring = shared.q_ring();  // of queries or dout: they advance alike
+  typename BackwardShared<Config>::KvRing kv_ring = shared.kv_ring();
   uint32_t tail_parity = 0;
 
   template <bool kIsQueries>
@@ -281,11 +278,11 @@ struct BackwardLoader {
     constexpr int kBlockM = Config::kBlockM;
     using Loader = TileLoader<Config::kChunks>;
     const BackwardParams& params = arguments.params;
-    const int kv_stage = kv_place.stage;
-    ptx::barrier_wait(shared.kv_empty(kv_stage), kv_place.parity ^ 1);
-    kv_place.advance();
+    const int kv_stage = kv_ring.stage;
+    const uint32_t full_kv = kv_ring.full(kIsQueries ? shared.kKeys : shared.kValues);
+    kv_ring.wait_empty();
+    kv_ring.advance();
     __syncwarp();
-    const uint32_t full_kv = kIsQueries ? shared.k_full(kv_stage) : shared.v_full(kv_stage);
     if (work.all_blocks == 0) {
       // Consumers wait all the same: one that went ahead would free k and v twice before this warp looks.
       if (ptx::elect_one()) ptx::barrier_arrive(full_kv);
@@ -309,6 +306,7 @@ struct BackwardLoader {
                 tail,
                 keys.tail_parity};
     const int group = arguments.group;
+    auto ring = kIsQueries ? q_ring : shared.dout_ring().at(q_ring);
 #pragma unroll 1
     for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
       const typename Config::Queries queries = work.queries(params, head);
@@ -316,25 +314,24 @@ struct BackwardLoader {
       const bool has_tail = last >= 0 && rows.template has_tail<kBlockM>(queries.start(last));
       const int whole = queries.count - (has_tail ? 1 : 0);
       if (ptx::elect_one()) {
-        RingPlace<Config::kStages> at = place;
+        auto at = ring;
 #pragma unroll 1
         for (int i = 0; i < whole; ++i) {
-          ptx::barrier_wait(empty<kIsQueries>(at.stage), at.parity ^ 1);
-          rows.template load_whole<kBlockM>(tile<kIsQueries>(at.stage), full<kIsQueries>(at.stage), head,
-                                            queries.start(i));
+          at.wait_empty();
+          rows.template load_whole<kBlockM>(tile<kIsQueries>(at.stage), at.full(), head, queries.start(i));
           at.advance();
         }
       }
       __syncwarp();
-      place.advance(whole);
+      ring.advance(whole);
       if (has_tail) {
-        ptx::barrier_wait(empty<kIsQueries>(place.stage), place.parity ^ 1);
+        ring.wait_empty();
         __syncwarp();
-        rows.template load<kBlockM>(tile<kIsQueries>(place.stage), full<kIsQueries>(place.stage), head,
-                                    queries.start(last));
-        place.advance();
+        rows.template load<kBlockM>(tile<kIsQueries>(ring.stage), ring.full(), head, queries.start(last));
+        ring.advance();
       }
     }
+    q_ring = q_ring.at(ring);
     tail_parity = rows.tail_parity;
   }
 
@@ -343,7 +340,7 @@ struct BackwardLoader {
     const BackwardParams& params = arguments.params;
     const int group = arguments.group;
     if (ptx::elect_one()) {
-      RingPlace<Config::kStages> at = place;
+      auto at = q_ring;
 #pragma unroll 1
       for (int i = 0; i < group; ++i) {
         const int head = work.kv_head * group + i;
@@ -352,31 +349,22 @@ struct BackwardLoader {
 #pragma unroll 1
         for (int block = 0; block < queries.count; ++block) {
           const int64_t first = row + queries.start(block);
-          const uint32_t full = shared.q_full(at.stage);
-          ptx::barrier_wait(shared.q_empty(at.stage), at.parity ^ 1);
-          ptx::barrier_arrive_expect(full, 2 * kBytes);
-          ptx::bulk_load(shared.sLse(at.stage), params.lse_log2 + first, kBytes, full);
-          ptx::bulk_load(shared.sDelta(at.stage), params.delta + first, kBytes, full);
+          at.wait_empty();
+          ptx::barrier_arrive_expect(at.full(), 2 * kBytes);
+          ptx::bulk_load(shared.sLse(at.stage), params.lse_log2 + first, kBytes, at.full());
+          ptx::bulk_load(shared.sDelta(at.stage), params.delta + first, kBytes, at.full());
           at.advance();
         }
       }
     }
     __syncwarp();
-    place.advance(work.all_blocks);
+    q_ring.advance(work.all_blocks);
   }
 
  private:
   template <bool kIsQueries>
   __device__ __forceinline__ uint32_t tile(int stage) const {
     return kIsQueries ? shared.sQ(stage) : shared.sDout(stage);
-  }
-  template <bool kIsQueries>
-  __device__ __forceinline__ uint32_t full(int stage) const {
-    return kIsQueries ? shared.q_full(stage) : shared.dout_full(stage);
-  }
-  template <bool kIsQueries>
-  __device__ __forceinline__ uint32_t empty(int stage) const {
-    return kIsQueries ? shared.q_empty(stage) : shared.dout_empty(stage);
   }
 };
 
@@ -396,10 +384,10 @@ struct BackwardConsumer {
   const BackwardArguments& arguments;
   BackwardShared<Config> shared;
   int consumer;
-  int warp = uniform(threadIdx.x / 32 % 4);  // of the consumer
-  RingPlace<Config::kStages> place;
+  int warp = uniform(threadIdx.x / 32 % 4);                         // of the consumer
+  typename BackwardShared<Config>::QRing q_ring = shared.q_ring();  // dout's advances with it
   int ds_stage = 0;
-  RingPlace<Config::kKvStages> kv_place;
+  typename BackwardShared<Config>::KvRing kv_ring = shared.kv_ring();
   bool is_first = false;  // is this the first block after a tile was written out?
   Sum dk, dv;
 
@@ -410,8 +398,8 @@ struct BackwardConsumer {
   __device__ __forceinline__ void run(const BackwardTileWork<Config>& work) {
     clear(dk);
     clear(dv);
-    ptx::barrier_wait(shared.k_full(kv_place.stage), kv_place.parity);
-    ptx::barrier_wait(shared.v_full(kv_place.stage), kv_place.parity);
+    kv_ring.wait_full(shared.kKeys);
+    kv_ring.wait_full(shared.kValues);
     const int group = arguments.group;
 #pragma unroll 1
     for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
@@ -427,7 +415,7 @@ struct BackwardConsumer {
       }
     }
     write_out(work);
-    kv_place.advance();
+    kv_ring.advance();
     is_first = true;
   }
 
@@ -455,14 +443,15 @@ struct BackwardConsumer {
   // pair visible?
   __device__ __forceinline__ void block(const BackwardTileWork<Config>& work, const Pairs<true>& pairs,
                                         int head, int m_start, int next_m_start, bool is_listed_whole) {
-    const int stage = uniform(place.stage);
+    const auto q = q_ring.uniform(), dout = shared.dout_ring().at(q);
+    const int stage = q.stage;
     const uint32_t sQ = shared.sQ(stage), sDout = shared.sDout(stage);
     Scores scores, ds;
-    ptx::barrier_wait(shared.q_full(stage), place.parity);
-    issue_scores(scores, uniform(shared.sK(kv_place.stage, key_row())),
+    q.wait_full();
+    issue_scores(scores, uniform(shared.sK(kv_ring.stage, key_row())),
                  uniform(sQ + query_row() * kChunkRowBytes));
-    ptx::barrier_wait(shared.dout_full(stage), place.parity);
-    issue_scores(ds, uniform(shared.sV(kv_place.stage, key_row())),
+    dout.wait_full();
+    issue_scores(ds, uniform(shared.sV(kv_ring.stage, key_row())),
                  uniform(sDout + query_row() * kChunkRowBytes));
 
     // ---- p = exp(q k^T - lse) ----
@@ -553,7 +542,7 @@ struct BackwardConsumer {
       issue_gradient(dk, ds_operand, shared.sDs(ds_stage), sQ);
       ptx::wgmma_wait<2>();
       ptx::keep_in_place(dv[0]);
-      release(shared.dout_empty(stage));
+      dout.release_by_warpgroup();
       ptx::wgmma_wait<1>();
       ptx::keep_in_place(dq[0]);
       add_dq(dq, work.batch, head, m_start);
@@ -561,13 +550,13 @@ struct BackwardConsumer {
       issue_gradient(dk, ds_operand, shared.sDs(ds_stage), sQ);
       ptx::wgmma_wait<1>();
       ptx::keep_in_place(dv[0]);
-      release(shared.dout_empty(stage));
+      dout.release_by_warpgroup();
     }
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(dk[0]);
     // Lse and delta were read by ordinary loads, so each thread speaks for itself.
-    ptx::barrier_arrive(shared.q_empty(stage));
-    place.advance();
+    q.release();
+    q_ring.advance();
     ds_stage ^= 1;
   }
 
@@ -651,8 +640,8 @@ struct BackwardConsumer {
   __device__ __forceinline__ void issue_dq(Dq& dq) {
     const int row = Config::kDqByRows ? 64 * consumer : 0, column = dq_column();
     const uint32_t sDs = uniform(shared.sDs(ds_stage) + row * kChunkRowBytes);
-    const uint32_t sK = uniform(shared.sK(kv_place.stage, 0) +
-                                column / kChunkColumns * Config::kKvChunkBytes + column % kChunkColumns * 2);
+    const uint32_t sK = uniform(shared.sK(kv_ring.stage, 0) + column / kChunkColumns * Config::kKvChunkBytes +
+                                column % kChunkColumns * 2);
     issue_sum<Arithmetic, kBlockN, /*kAccumulate=*/false>(dq, sDs, Config::kQChunkBytes, sK,
                                                           Config::kKvChunkBytes);
   }
@@ -680,7 +669,7 @@ struct BackwardConsumer {
 
   __device__ __forceinline__ void write_out(const BackwardTileWork<Config>& work) {
     ptx::named_barrier_wait(1, 256);  // dq needs all of k and ds
-    if (Config::kWithDq) release(shared.kv_empty(kv_place.stage));
+    if (Config::kWithDq) kv_ring.release_by_warpgroup();
     const BackwardParams& params = arguments.params;
     const int row0 = work.n_start + warp_row();
     for_each_accumulator(dk, [&](int, int h, int nt, int c) {
@@ -688,8 +677,8 @@ struct BackwardConsumer {
         dk[0][nt][2 * h + c] = dv[0][nt][2 * h + c] = 0;
     });
     const int chunk0 = kByKeys ? 0 : consumer * (Config::kChunks / 2);
-    const uint32_t sDk = shared.sDk(kv_place.stage, consumer, warp),
-                   sDv = shared.sDv(kv_place.stage, consumer, warp);
+    const uint32_t sDk = shared.sDk(kv_ring.stage, consumer, warp),
+                   sDv = shared.sDv(kv_ring.stage, consumer, warp);
     if (Config::kWithDq && ptx::elect_one()) ptx::tensor_store_wait_read();  // dq has left its buffer
     __syncwarp();
     store_rows<Arithmetic>(dk, {arguments.logit.scale, arguments.logit.scale}, sDk, Config::kOutPitch);
@@ -712,7 +701,7 @@ struct BackwardConsumer {
     }
     if (!Config::kWithDq && ptx::elect_one()) {
       ptx::tensor_store_wait_read();
-      ptx::barrier_arrive(shared.kv_empty(kv_place.stage));
+      kv_ring.release();
     }
   }
 };
@@ -724,17 +713,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const BackwardShared<Config> shared{ptx::shared_address(start)};
 
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Config::kStages; ++stage) {
-      ptx::barrier_init(shared.q_full(stage), 2);  // q; lse and delta
-      ptx::barrier_init(shared.q_empty(stage), 128 * Config::kConsumers);
-      ptx::barrier_init(shared.dout_full(stage), 1);
-      ptx::barrier_init(shared.dout_empty(stage), Config::kConsumers);
-    }
-    for (int stage = 0; stage < Config::kKvStages; ++stage) {
-      ptx::barrier_init(shared.k_full(stage), 1);
-      ptx::barrier_init(shared.v_full(stage), 1);
-      ptx::barrier_init(shared.kv_empty(stage), (Config::kWithDq ? 1 : 4) * Config::kConsumers);
-    }
+    shared.q_ring().init(2, 128 * Config::kConsumers);  // q; lse and delta
+    shared.dout_ring().init(1, Config::kConsumers);
+    shared.kv_ring().init(1, (Config::kWithDq ? 1 : 4) * Config::kConsumers);
     ptx::barrier_init(shared.tail(0), 1);
     ptx::barrier_init(shared.tail(1), 1);
     shared.items().init(2 + 4 * Config::kConsumers);

@@ -88,12 +88,11 @@ struct BackwardBiasShared {
     return {base + Config::kBias + warp * Config::WarpBias::kBytes};
   }
 
-  // Queries and dout come together; keys and values go together.
-  __device__ uint32_t q_full(int stage) const { return barrier(stage); }
-  __device__ uint32_t q_empty(int stage) const { return barrier(Config::kStages + stage); }
-  __device__ uint32_t k_full(int stage) const { return barrier(2 * Config::kStages + stage); }
-  __device__ uint32_t v_full(int stage) const { return barrier(3 * Config::kStages + stage); }
-  __device__ uint32_t kv_empty(int stage) const { return barrier(4 * Config::kStages + stage); }
+  using QRing = Ring<Config::kStages>;  // queries and dout
+  using KvRing = Ring<Config::kStages, /*kFullParts=*/2>;
+  static constexpr int kKeys = 0, kValues = 1;  // parts of KvRing
+  __device__ QRing q_ring() const { return {barrier(0)}; }
+  __device__ KvRing kv_ring() const { return {barrier(QRing::kNumBarriers)}; }
   __device__ uint32_t tail(int warp) const { return barrier(5 * Config::kStages + warp); }
   __device__ ItemRing items() const { return {base + Config::kItems}; }
 
@@ -109,7 +108,8 @@ struct BackwardBiasLoader {
 
   const BackwardBiasArguments& arguments;
   BackwardBiasShared<Config> shared;
-  RingPlace<Config::kStages> place;
+  typename BackwardBiasShared<Config>::QRing q_ring = shared.q_ring();
+  typename BackwardBiasShared<Config>::KvRing kv_ring = shared.kv_ring();
   uint32_t tail_parity = 0;
 
   template <bool kIsQueries>
@@ -130,20 +130,20 @@ struct BackwardBiasLoader {
         tail_parity = loader.tail_parity;
       };
       if constexpr (kIsQueries) {
-        ptx::barrier_wait(shared.q_empty(place.stage), place.parity ^ 1);
+        q_ring.wait_empty();
         __syncwarp();
-        load_tile(arguments.q_map, shared.sQ(place.stage, 0), shared.q_full(place.stage), tile.m_start);
-        load_tile(arguments.dout_map, shared.sDout(place.stage, 0), shared.q_full(place.stage), tile.m_start);
-        place.advance();
+        load_tile(arguments.q_map, shared.sQ(q_ring.stage, 0), q_ring.full(), tile.m_start);
+        load_tile(arguments.dout_map, shared.sDout(q_ring.stage, 0), q_ring.full(), tile.m_start);
+        q_ring.advance();
       } else {
 #pragma unroll 1
         for (int part = 0; part < Config::kParts; ++part) {
           const int row = tile.n_start + part * Config::kPartN;
-          ptx::barrier_wait(shared.kv_empty(place.stage), place.parity ^ 1);
+          kv_ring.wait_empty();
           __syncwarp();
-          load_tile(arguments.k_map, shared.sK(place.stage), shared.k_full(place.stage), row);
-          load_tile(arguments.v_map, shared.sV(place.stage), shared.v_full(place.stage), row);
-          place.advance();
+          load_tile(arguments.k_map, shared.sK(kv_ring.stage), kv_ring.full(shared.kKeys), row);
+          load_tile(arguments.v_map, shared.sV(kv_ring.stage), kv_ring.full(shared.kValues), row);
+          kv_ring.advance();
         }
       }
     }
@@ -164,7 +164,8 @@ struct BackwardBiasConsumer {
   BackwardBiasShared<Config> shared;
   int consumer;
   int warp = uniform(threadIdx.x / 32 % 4), warp_row = 64 * consumer + 16 * warp;
-  RingPlace<Config::kStages> q_place, kv_place;
+  typename BackwardBiasShared<Config>::QRing q_ring = shared.q_ring();
+  typename BackwardBiasShared<Config>::KvRing kv_ring = shared.kv_ring();
   Scores sums[Config::kParts];
 
   struct Stats {
@@ -195,15 +196,15 @@ struct BackwardBiasConsumer {
     while (tile.exists(item)) {
       const Item next_item = tile.next(item);
       const Stats next_stats = load_stats(tile, next_item);
-      ptx::barrier_wait(shared.q_full(q_place.stage), q_place.parity);
+      q_ring.wait_full();
 #pragma unroll
       for (int part = 0; part < Config::kParts; ++part) {
         const bool is_last = part + 1 == Config::kParts;
         add_part<kLoop>(tile, item, stats, part, sums[part], is_last ? next_item : item,
                         is_last ? 0 : part + 1);
       }
-      release(shared.q_empty(q_place.stage));
-      q_place.advance();
+      q_ring.release_by_warpgroup();
+      q_ring.advance();
       item = next_item;
       stats = next_stats;
     }
@@ -244,15 +245,16 @@ struct BackwardBiasConsumer {
   template <PairLoop kLoop>
   __device__ __forceinline__ void add_part(const Tile& tile, const Item& item, const Stats& stats, int part,
                                            Scores& sum, const Item& next_item, int next_part) {
-    const int stage = uniform(kv_place.stage), q_stage = uniform(q_place.stage);
+    const auto kv = kv_ring.uniform();
+    const int q_stage = uniform(q_ring.stage);
     const int row0 = tile.m_start + warp_row, column0 = tile.n_start + part * kPartN;
     Scores scores, ds;
-    ptx::barrier_wait(shared.k_full(stage), kv_place.parity);
+    kv.wait_full(shared.kKeys);
     issue_scores<Arithmetic, kHeadDim>(scores, uniform(shared.sQ(q_stage, 64 * consumer)),
-                                       Config::kQChunkBytes, shared.sK(stage), Config::kKvChunkBytes);
-    ptx::barrier_wait(shared.v_full(stage), kv_place.parity);
+                                       Config::kQChunkBytes, shared.sK(kv.stage), Config::kKvChunkBytes);
+    kv.wait_full(shared.kValues);
     issue_scores<Arithmetic, kHeadDim>(ds, uniform(shared.sDout(q_stage, 64 * consumer)),
-                                       Config::kQChunkBytes, shared.sV(stage), Config::kKvChunkBytes);
+                                       Config::kQChunkBytes, shared.sV(kv.stage), Config::kKvChunkBytes);
 
     // ---- p = exp(q k^T - lse), and for the soft cap p (1 - tanh^2) ----
     const Pairs<false> pairs = this->pairs(item);
@@ -284,8 +286,8 @@ struct BackwardBiasConsumer {
     // ---- sums += ds = p * (dout v^T - delta) ----
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(ds[0]);
-    release(shared.kv_empty(stage));
-    kv_place.advance();
+    kv.release_by_warpgroup();
+    kv_ring.advance();
     for_each_accumulator(ds, [&](int, int h, int nt, int c) {
       const int i = 2 * h + c;
       float x = ds[0][nt][i];
@@ -329,13 +331,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const BackwardBiasShared<Config> shared{ptx::shared_address(start)};
 
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Config::kStages; ++stage) {
-      ptx::barrier_init(shared.q_full(stage), 2);  // q; dout
-      ptx::barrier_init(shared.q_empty(stage), Config::kConsumers);
-      ptx::barrier_init(shared.k_full(stage), 1);
-      ptx::barrier_init(shared.v_full(stage), 1);
-      ptx::barrier_init(shared.kv_empty(stage), Config::kConsumers);
-    }
+    shared.q_ring().init(2, Config::kConsumers);  // q; dout
+    shared.kv_ring().init(1, Config::kConsumers);
     ptx::barrier_init(shared.tail(0), 1);
     ptx::barrier_init(shared.tail(1), 1);
     shared.items().init(1 + 4 * Config::kConsumers);

@@ -77,11 +77,9 @@ struct BackwardDqShared {
   __device__ uint32_t sK(int stage) const { return base + Config::kK + stage * Config::kKvBytes; }
   __device__ uint32_t sV(int stage) const { return base + Config::kV + stage * Config::kKvBytes; }
 
-  // Each buffer of the ring has a barrier for "full" and one for "empty".
-  __device__ uint32_t k_full(int stage) const { return barrier(stage); }
-  __device__ uint32_t k_empty(int stage) const { return barrier(Config::kStages + stage); }
-  __device__ uint32_t v_full(int stage) const { return barrier(2 * Config::kStages + stage); }
-  __device__ uint32_t v_empty(int stage) const { return barrier(3 * Config::kStages + stage); }
+  using KvRing = Ring<Config::kStages>;
+  __device__ KvRing k_ring() const { return {barrier(0)}; }
+  __device__ KvRing v_ring() const { return {barrier(KvRing::kNumBarriers)}; }
   __device__ uint32_t q_full() const { return barrier(4 * Config::kStages); }
   __device__ uint32_t dout_full() const { return barrier(4 * Config::kStages + 1); }
   __device__ uint32_t tail(int warp) const { return barrier(4 * Config::kStages + 2 + warp); }
@@ -147,32 +145,24 @@ __device__ __forceinline__ void load_for_dq(const BackwardDqArguments& arguments
               ptx::kEvictLast,
               tail,
               rows.tail_parity};
-  keys.template load<kBlockN>(kIsKeys ? shared.sK(0) : shared.sV(0),
-                              kIsKeys ? shared.k_full(0) : shared.v_full(0), work.kv_head,
-                              work.keys.start(work.keys.count - 1));
+  auto ring = kIsKeys ? shared.k_ring() : shared.v_ring();
+  auto tile = [&](int stage) { return kIsKeys ? shared.sK(stage) : shared.sV(stage); };
+  keys.template load<kBlockN>(tile(0), ring.full(), work.kv_head, work.keys.start(work.keys.count - 1));
   if constexpr (Config::kBlockN < kVisibilityBlock) {
     // More than one block of a list may have a tail.
-    RingPlace<Config::kStages> place;
 #pragma unroll 1
     for (int n = work.keys.count - 2; n >= 0; --n) {
-      place.advance();
-      ptx::barrier_wait(kIsKeys ? shared.k_empty(place.stage) : shared.v_empty(place.stage),
-                        place.parity ^ 1);
+      ring.advance();
+      ring.wait_empty();
       __syncwarp();
-      keys.template load<kBlockN>(kIsKeys ? shared.sK(place.stage) : shared.sV(place.stage),
-                                  kIsKeys ? shared.k_full(place.stage) : shared.v_full(place.stage),
-                                  work.kv_head, work.keys.start(n));
+      keys.template load<kBlockN>(tile(ring.stage), ring.full(), work.kv_head, work.keys.start(n));
     }
   } else if (ptx::elect_one()) {
-    RingPlace<Config::kStages> place;
 #pragma unroll 1
     for (int n = work.keys.count - 2; n >= 0; --n) {
-      place.advance();
-      ptx::barrier_wait(kIsKeys ? shared.k_empty(place.stage) : shared.v_empty(place.stage),
-                        place.parity ^ 1);
-      keys.template load_whole<kBlockN>(kIsKeys ? shared.sK(place.stage) : shared.sV(place.stage),
-                                        kIsKeys ? shared.k_full(place.stage) : shared.v_full(place.stage),
-                                        work.kv_head, work.keys.start(n));
+      ring.advance();
+      ring.wait_empty();
+      keys.template load_whole<kBlockN>(tile(ring.stage), ring.full(), work.kv_head, work.keys.start(n));
     }
   }
 }
@@ -190,7 +180,7 @@ struct BackwardDqConsumer {
   BackwardDqWork<Config> work;
   int consumer;
   int warp_row = 64 * consumer + 16 * uniform(threadIdx.x / 32 % 4);
-  RingPlace<Config::kStages> place;
+  typename BackwardDqShared<Config>::KvRing k_ring = shared.k_ring();  // v's advances with it
   float dq[1][kHeadDim / 8][4];
   float lse_log2[2], delta[2];
 
@@ -224,14 +214,14 @@ struct BackwardDqConsumer {
   }
 
   __device__ __forceinline__ void block(int n) {
-    const int stage = uniform(place.stage);
+    const auto k = k_ring.uniform(), v = shared.v_ring().at(k);
     Scores scores, ds;
-    ptx::barrier_wait(shared.k_full(stage), place.parity);
+    k.wait_full();
     issue_scores<Arithmetic, kHeadDim>(scores, uniform(shared.sQ(64 * consumer)), Config::kQChunkBytes,
-                                       shared.sK(stage), Config::kKvChunkBytes);
-    ptx::barrier_wait(shared.v_full(stage), place.parity);
+                                       shared.sK(k.stage), Config::kKvChunkBytes);
+    v.wait_full();
     issue_scores<Arithmetic, kHeadDim>(ds, uniform(shared.sDout(64 * consumer)), Config::kQChunkBytes,
-                                       shared.sV(stage), Config::kKvChunkBytes);
+                                       shared.sV(v.stage), Config::kKvChunkBytes);
 
     // ---- p = exp(q k^T - lse), and for the soft cap p (1 - tanh^2) ----
     const int row0 = work.m_start + warp_row, column0 = work.keys.start(n);
@@ -260,7 +250,7 @@ struct BackwardDqConsumer {
     // ---- ds = p * (dout v^T - delta) ----
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(ds[0]);
-    release(shared.v_empty(stage));
+    v.release_by_warpgroup();
     uint32_t operand[kBlockN / 16][4];
 #pragma unroll
     for (int nt = 0; nt < kBlockN / 8; ++nt) {
@@ -276,11 +266,11 @@ struct BackwardDqConsumer {
     }
 
     // ---- dq += ds k ----
-    issue_sum<Arithmetic>(dq, operand, shared.sK(stage), Config::kKvChunkBytes);
+    issue_sum<Arithmetic>(dq, operand, shared.sK(k.stage), Config::kKvChunkBytes);
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(dq[0]);
-    release(shared.k_empty(stage));
-    place.advance();
+    k.release_by_warpgroup();
+    k_ring.advance();
   }
 
   // ---- Write dq to where q was; rows that see no key get zeros ----
@@ -323,12 +313,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const BackwardDqShared<Config> shared{ptx::shared_address(start)};
 
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Config::kStages; ++stage) {
-      ptx::barrier_init(shared.k_full(stage), 1);
-      ptx::barrier_init(shared.k_empty(stage), Config::kConsumers);
-      ptx::barrier_init(shared.v_full(stage), 1);
-      ptx::barrier_init(shared.v_empty(stage), Config::kConsumers);
-    }
+    shared.k_ring().init(1, Config::kConsumers);
+    shared.v_ring().init(1, Config::kConsumers);
     ptx::barrier_init(shared.q_full(), 1);
     ptx::barrier_init(shared.dout_full(), 1);
     ptx::barrier_init(shared.tail(0), 1);

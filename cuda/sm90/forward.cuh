@@ -116,27 +116,18 @@ struct ForwardShared {
   }
   __device__ Tile& tile(int stage) const { return reinterpret_cast<Tile*>(start + Config::kTiles)[stage]; }
 
-  // Each buffer has a barrier for "full" and one for "empty".
-  __device__ uint32_t tile_full(int stage) const { return barrier(stage); }
-  __device__ uint32_t tile_empty(int stage) const { return barrier(Config::kTileStages + stage); }
-  __device__ uint32_t k_full(int stage) const { return kv_barrier(0, stage); }
-  __device__ uint32_t k_empty(int stage) const { return kv_barrier(1, stage); }
-  __device__ uint32_t v_full(int stage) const { return kv_barrier(2, stage); }
-  __device__ uint32_t v_empty(int stage) const { return kv_barrier(3, stage); }
-  __device__ uint32_t q_full(int stage, int consumer) const { return q_barrier(0, stage, consumer); }
-  __device__ uint32_t q_empty(int stage, int consumer) const { return q_barrier(1, stage, consumer); }
+  using TileRing = Ring<Config::kTileStages>;
+  using KvRing = Ring<Config::kStages>;
+  using QRing = Ring<Config::kQStages, Config::kConsumers, Config::kConsumers>;  // 64 rows for each
+  __device__ TileRing tile_ring() const { return {barrier(0)}; }
+  __device__ KvRing k_ring() const { return {barrier(TileRing::kNumBarriers)}; }
+  __device__ KvRing v_ring() const { return {barrier(TileRing::kNumBarriers + KvRing::kNumBarriers)}; }
+  __device__ QRing q_ring() const { return {barrier(TileRing::kNumBarriers + 2 * KvRing::kNumBarriers)}; }
   __device__ uint32_t v_tail() const { return barrier(Config::kNumBarriers - 1); }
   __device__ uint32_t tile_wanted() const { return barrier(Config::kNumBarriers - 2); }
 
  private:
   __device__ uint32_t barrier(int index) const { return base + Config::kBarriers + 8 * index; }
-  __device__ uint32_t kv_barrier(int kind, int stage) const {
-    return barrier(2 * Config::kTileStages + kind * Config::kStages + stage);
-  }
-  __device__ uint32_t q_barrier(int kind, int stage, int consumer) const {
-    return barrier(2 * Config::kTileStages + 4 * Config::kStages +
-                   (kind * Config::kQStages + stage) * Config::kConsumers + consumer);
-  }
 };
 
 // ---- The producer's first warp: which tile is next, and its queries ----
@@ -145,8 +136,8 @@ template <class Config>
 struct ForwardScheduler {
   const ForwardArguments& arguments;
   ForwardShared<Config> shared;
-  RingPlace<Config::kQStages> q_place;
-  RingPlace<Config::kTileStages> tile_place;
+  typename ForwardShared<Config>::QRing q_ring = shared.q_ring();
+  typename ForwardShared<Config>::TileRing tile_ring = shared.tile_ring();
 
   // By one thread.
   __device__ __forceinline__ void run() {
@@ -156,13 +147,13 @@ struct ForwardScheduler {
       return schedule.counter ? atomicAdd(schedule.counter, 1) : without_counter;
     };
     for (int index = draw(blockIdx.x);;) {
-      typename Config::Tile& tile = shared.tile(tile_place.stage);
-      ptx::barrier_wait(shared.tile_empty(tile_place.stage), tile_place.parity ^ 1);
+      typename Config::Tile& tile = shared.tile(tile_ring.stage);
+      tile_ring.wait_empty();
       write_tile<Config::kBlockN>(schedule, arguments.params, index, tile);
-      ptx::barrier_arrive(shared.tile_full(tile_place.stage));
+      ptx::barrier_arrive(tile_ring.full());
       if (index >= schedule.num_tiles) return;
       load_q(tile);
-      tile_place.advance();
+      tile_ring.advance();
 
       ptx::barrier_wait(shared.tile_wanted(), parity);
       parity ^= 1;
@@ -175,17 +166,17 @@ struct ForwardScheduler {
     constexpr int kBytes = Config::kChunks * 64 * kChunkRowBytes;
 #pragma unroll 1
     for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
-      const uint32_t full = shared.q_full(q_place.stage, consumer);
-      ptx::barrier_wait(shared.q_empty(q_place.stage, consumer), q_place.parity ^ 1);
+      const uint32_t full = q_ring.full(consumer);
+      q_ring.wait_empty(consumer);
       ptx::barrier_arrive_expect(full, kBytes);
 #pragma unroll
       for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
-        ptx::tensor_load(shared.sQ(q_place.stage, 64 * consumer) + chunk * Config::kQChunkBytes,
+        ptx::tensor_load(shared.sQ(q_ring.stage, 64 * consumer) + chunk * Config::kQChunkBytes,
                          arguments.q_map, full, chunk * kChunkColumns, tile.head,
                          tile.m_start + 64 * consumer, tile.batch, ptx::kEvictFirst);
       }
     }
-    q_place.advance();
+    q_ring.advance();
   }
 };
 
@@ -197,8 +188,8 @@ struct ForwardLoader {
 
   const ForwardArguments& arguments;
   ForwardShared<Config> shared;
-  RingPlace<Config::kStages> place;
-  RingPlace<Config::kTileStages> tile_place;
+  typename ForwardShared<Config>::KvRing ring = kIsKeys ? shared.k_ring() : shared.v_ring();
+  typename ForwardShared<Config>::TileRing tile_ring = shared.tile_ring();
   uint32_t tail_parity = 0;
   int kv_head, batch;  // of the tile at hand
 
@@ -206,8 +197,8 @@ struct ForwardLoader {
     const int group = arguments.schedule.num_heads / static_cast<int>(arguments.params.num_kv_heads);
     const int seqlen_kv = static_cast<int>(arguments.params.seqlen_kv);
     while (true) {
-      ptx::barrier_wait(shared.tile_full(tile_place.stage), tile_place.parity);
-      const typename Config::Tile& tile = shared.tile(tile_place.stage);
+      tile_ring.wait_full();
+      const typename Config::Tile& tile = shared.tile(tile_ring.stage);
       if (uniform(tile.m_start) < 0) return;
       kv_head = uniform(tile.head) / group;
       batch = uniform(tile.batch);
@@ -215,8 +206,8 @@ struct ForwardLoader {
       const int n_begin = uniform(tile.blocks.begin), n_last = uniform(tile.blocks.end) - 1;
       const typename Config::Keys keys(arguments.params, batch, uniform(tile.head), uniform(tile.m_start), 0,
                                        0);
-      if (ptx::elect_one()) ptx::barrier_arrive(shared.tile_empty(tile_place.stage));
-      tile_place.advance();
+      if (ptx::elect_one()) tile_ring.release();
+      tile_ring.advance();
 
       // The next tile is asked for some blocks before the end of this one, so that it and its queries are
       // there in time. All do so alike, hence still in the order in which they will be free.
@@ -231,27 +222,21 @@ struct ForwardLoader {
       }
       if (ptx::elect_one()) {
         if (kIsKeys && n_ask < n_begin) ptx::barrier_arrive(shared.tile_wanted());
-        RingPlace<Config::kStages> at = place;
+        auto at = ring;
 #pragma unroll 1
         for (int i = n; i >= n_begin; --i) {
           if (kIsKeys && i == n_ask) ptx::barrier_arrive(shared.tile_wanted());
-          ptx::barrier_wait(empty(at.stage), at.parity ^ 1);
-          load(at.stage, full(at.stage), keys.start(i));
+          at.wait_empty();
+          load(at.stage, at.full(), keys.start(i));
           at.advance();
         }
       }
       __syncwarp();
-      place.advance(max(n + 1 - n_begin, 0));
+      ring.advance(max(n + 1 - n_begin, 0));
     }
   }
 
  private:
-  __device__ __forceinline__ uint32_t full(int stage) const {
-    return kIsKeys ? shared.k_full(stage) : shared.v_full(stage);
-  }
-  __device__ __forceinline__ uint32_t empty(int stage) const {
-    return kIsKeys ? shared.k_empty(stage) : shared.v_empty(stage);
-  }
   __device__ __forceinline__ uint32_t sKv(int stage) const {
     return kIsKeys ? shared.sK(stage) : shared.sV(stage);
   }
@@ -270,9 +255,9 @@ struct ForwardLoader {
   // The values of a block of which only `rows` count. The others lie in the tensor, so may be NaN, and 0 *
   // NaN is NaN.
   __device__ __forceinline__ void load_tail(int row, int rows) {
-    ptx::barrier_wait(empty(place.stage), place.parity ^ 1);
+    ring.wait_empty();
     __syncwarp();
-    if (ptx::elect_one()) load(place.stage, shared.v_tail(), row);
+    if (ptx::elect_one()) load(ring.stage, shared.v_tail(), row);
     ptx::barrier_wait(shared.v_tail(), tail_parity);
     tail_parity ^= 1;
     const uint32_t zeros[4] = {0, 0, 0, 0};
@@ -280,13 +265,13 @@ struct ForwardLoader {
     for (int i = rows * 8 + lane_id(); i < kBlockN * 8; i += 32) {
 #pragma unroll 1
       for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
-        ptx::store_shared_x4(sKv(place.stage) + chunk * Config::kKvChunkBytes + i * 16, zeros);
+        ptx::store_shared_x4(sKv(ring.stage) + chunk * Config::kKvChunkBytes + i * 16, zeros);
       }
     }
     ptx::async_proxy_fence();
     __syncwarp();
-    if (ptx::elect_one()) ptx::barrier_arrive(full(place.stage));
-    place.advance();
+    if (ptx::elect_one()) ptx::barrier_arrive(ring.full());
+    ring.advance();
   }
 };
 
@@ -304,9 +289,10 @@ struct ForwardConsumer {
   const ForwardArguments& arguments;
   ForwardShared<Config> shared;
   int consumer;  // which one of kConsumers
-  RingPlace<Config::kStages> kv_place;
-  RingPlace<Config::kQStages> q_place;
-  RingPlace<Config::kTileStages> tile_place;
+  // Values share the stage of keys, which saves registers: shared.v_ring().at(k_ring).
+  typename ForwardShared<Config>::KvRing k_ring = shared.k_ring();
+  typename ForwardShared<Config>::QRing q_ring = shared.q_ring();
+  typename ForwardShared<Config>::TileRing tile_ring = shared.tile_ring();
 
   // The tile at hand: its part of out, and the probabilities of a block of keys that are yet to be multiplied
   // by v.
@@ -372,7 +358,7 @@ struct ForwardConsumer {
 
   // ---- Tiles ----
 
-  __device__ __forceinline__ const Tile& tile() const { return shared.tile(tile_place.stage); }
+  __device__ __forceinline__ const Tile& tile() const { return shared.tile(tile_ring.stage); }
 
   // Of this warp.
   __device__ __forceinline__ int row0() const { return uniform(tile().m_start) + warp_row(); }
@@ -382,23 +368,12 @@ struct ForwardConsumer {
 
   // Waits for the next tile; false if there is none.
   __device__ __forceinline__ bool read_tile() {
-    ptx::barrier_wait(shared.tile_full(tile_place.stage), tile_place.parity);
+    tile_ring.wait_full();
     if (uniform(tile().m_start) < 0) return false;
     const KeyBlocks rows = tile().rows[consumer];
     blocks = {uniform(rows.begin), uniform(rows.end), uniform(rows.whole_begin), uniform(rows.whole_end)};
     if constexpr (kLoop.pieces == Use::kAlways) source = pairs().template piece_source<kBlockN>(row0());
     return true;
-  }
-
-  __device__ __forceinline__ void release_tile() {
-    __syncwarp();
-    if (lane_id() == 0) ptx::barrier_arrive(shared.tile_empty(tile_place.stage));
-    tile_place.advance();
-  }
-
-  __device__ __forceinline__ void release_q(int stage) {
-    __syncwarp();
-    if (lane_id() == 0) ptx::barrier_arrive(shared.q_empty(stage, consumer));
   }
 
   __device__ __forceinline__ void begin_rows() {
@@ -411,14 +386,15 @@ struct ForwardConsumer {
   __device__ __forceinline__ void skip(int count) {
 #pragma unroll 1
     for (int i = uniform(count); i > 0; --i) {
-      ptx::barrier_wait(shared.k_full(kv_place.stage), kv_place.parity);
+      const auto v_ring = shared.v_ring().at(k_ring);
+      k_ring.wait_full();
       ping_pong_wait();
       ping_pong_arrive();
-      ptx::barrier_wait(shared.v_full(kv_place.stage), kv_place.parity);
+      v_ring.wait_full();
       wait_group();  // there is no product that waits for all warps: a late one might miss the phases
-      release(shared.k_empty(kv_place.stage));
-      release(shared.v_empty(kv_place.stage));
-      kv_place.advance();
+      k_ring.release_by_warpgroup();
+      v_ring.release_by_warpgroup();
+      k_ring.advance();
     }
   }
 
@@ -426,7 +402,7 @@ struct ForwardConsumer {
 
   // Where all options may be met, no uniform register is left to keep it.
   __device__ __forceinline__ uint32_t q_rows() const {
-    return kLoop.others ? uniform(shared.sQ(q_place.stage, 64 * consumer)) : sQ;
+    return kLoop.others ? uniform(shared.sQ(q_ring.stage, 64 * consumer)) : sQ;
   }
 
   __device__ __forceinline__ void issue_scores(float (&scores)[1][Config::kBlockN / 8][4], uint32_t sK) {
@@ -529,17 +505,17 @@ struct ForwardConsumer {
   __device__ __forceinline__ void first_scores() {
     float scores[1][Config::kBlockN / 8][4];
     start_bias(blocks.end - 1);
-    ptx::barrier_wait(shared.q_full(q_place.stage, consumer), q_place.parity);
-    ptx::barrier_wait(shared.k_full(kv_place.stage), kv_place.parity);
-    sQ = uniform(shared.sQ(q_place.stage, 64 * consumer));
-    const uint32_t sK = shared.sK(uniform(kv_place.stage));
+    q_ring.wait_full(consumer);
+    k_ring.wait_full();
+    sQ = uniform(shared.sQ(q_ring.stage, 64 * consumer));
+    const uint32_t sK = shared.sK(uniform(k_ring.stage));
     ping_pong_wait();
     issue_scores(scores, sK);
     ping_pong_arrive();
     prepare_pairs(blocks.end - 1);
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(scores[0]);
-    release(shared.k_empty(kv_place.stage));
+    k_ring.release_by_warpgroup();
     soften</*kMasked=*/true>(scores, blocks.end - 1);
     keep_probabilities(scores, blocks.end - 1);
   }
@@ -547,26 +523,26 @@ struct ForwardConsumer {
   // Scores of block n, p v of the block behind it.
   template <bool kMasked>
   __device__ __forceinline__ void next_block(int n) {
-    const RingPlace<Config::kStages> v_place = kv_place;
-    kv_place.advance();
+    const auto v_ring = shared.v_ring().at(k_ring);
+    k_ring.advance();
     float scores[1][Config::kBlockN / 8][4];
-    const uint32_t sK = shared.sK(uniform(kv_place.stage)), sV = shared.sV(uniform(v_place.stage));
-    ptx::barrier_wait(shared.k_full(kv_place.stage), kv_place.parity);
+    const uint32_t sK = shared.sK(uniform(k_ring.stage)), sV = shared.sV(uniform(v_ring.stage));
+    k_ring.wait_full();
     ping_pong_wait();
     issue_scores(scores, sK);
     if constexpr (Config::kRescaleLate) rescale_out();
-    ptx::barrier_wait(shared.v_full(v_place.stage), v_place.parity);
+    v_ring.wait_full();
     issue_values(sV);
     ping_pong_arrive();
     prepare_pairs(n);
     ptx::wgmma_wait<1>();
     ptx::keep_in_place(scores[0]);
-    release(shared.k_empty(kv_place.stage));
+    k_ring.release_by_warpgroup();
     rescale = soften<kMasked>(scores, n);
     ptx::keep_in_place(scores[0]);
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(out[0]);
-    release(shared.v_empty(v_place.stage));
+    v_ring.release_by_warpgroup();
     keep_probabilities(scores, n);
     if constexpr (!Config::kRescaleLate) rescale_out();
   }
@@ -577,11 +553,12 @@ struct ForwardConsumer {
     const int m_start = uniform(tile().m_start), head = uniform(tile().head), batch = uniform(tile().batch);
     const int to_skip = blocks.begin - uniform(tile().blocks.begin);
     const bool is_empty = blocks.is_empty();
-    if (is_empty) ptx::barrier_wait(shared.q_full(q_place.stage, consumer), q_place.parity);
-    const int q_stage = q_place.stage;
-    q_place.advance();
-    if constexpr (Config::kOutBuffer) release_q(q_stage);
-    release_tile();
+    if (is_empty) q_ring.wait_full(consumer);
+    const auto last_q = q_ring;
+    q_ring.advance();
+    if constexpr (Config::kOutBuffer) last_q.release_by_warp(consumer);
+    tile_ring.release_by_warp();
+    tile_ring.advance();
     if constexpr (Config::kRescaleLate) rescale_out();
 
     // The last values stay in their buffer meanwhile: there must be another one for each block that is
@@ -596,18 +573,18 @@ struct ForwardConsumer {
     }
     float scores[1][Config::kBlockN / 8][4];
     if (is_overlapped) {
-      const RingPlace<Config::kStages> v_place = kv_place;
-      kv_place.advance();
+      const auto v_ring = shared.v_ring().at(k_ring);
+      k_ring.advance();
       start_bias(blocks.end - 1);
       skip(to_skip + next_to_skip);
-      overlapped_products(scores, v_place);
+      overlapped_products(scores, v_ring);
     } else {
       if (!is_empty) last_values();
       skip(to_skip);  // before this consumer's rows leave: the others wait for its turns
     }
     // out takes q's place: a product reads q for all warps, so all must be done with it.
     if constexpr (!Config::kOutBuffer) wait_group();
-    write_out(m_start, head, batch, q_stage);
+    write_out(m_start, head, batch, last_q.stage);
     if (is_overlapped) {
       begin_rows();
       prepare_pairs(blocks.end - 1);
@@ -616,7 +593,7 @@ struct ForwardConsumer {
     }
     if constexpr (!Config::kOutBuffer) {
       if (lane_id() == 0) ptx::tensor_store_wait_read();
-      release_q(q_stage);
+      last_q.release_by_warp(consumer);
     }
     if (!may_join) has_tile = read_tile();
     return is_overlapped;
@@ -624,30 +601,31 @@ struct ForwardConsumer {
 
   // The next tile's first scores and this tile's last p v.
   __device__ __forceinline__ void overlapped_products(float (&scores)[1][Config::kBlockN / 8][4],
-                                                      RingPlace<Config::kStages> v_place) {
-    ptx::barrier_wait(shared.q_full(q_place.stage, consumer), q_place.parity);
-    ptx::barrier_wait(shared.k_full(kv_place.stage), kv_place.parity);
-    sQ = uniform(shared.sQ(q_place.stage, 64 * consumer));
-    const uint32_t sK = shared.sK(uniform(kv_place.stage)), sV = shared.sV(uniform(v_place.stage));
+                                                      const typename ForwardShared<Config>::KvRing& v_ring) {
+    q_ring.wait_full(consumer);
+    k_ring.wait_full();
+    sQ = uniform(shared.sQ(q_ring.stage, 64 * consumer));
+    const uint32_t sK = shared.sK(uniform(k_ring.stage)), sV = shared.sV(uniform(v_ring.stage));
     ping_pong_wait();
     issue_scores(scores, sK);
-    ptx::barrier_wait(shared.v_full(v_place.stage), v_place.parity);
+    v_ring.wait_full();
     issue_values(sV);
     ping_pong_arrive();
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(scores[0]);
     ptx::keep_in_place(out[0]);
-    release(shared.k_empty(kv_place.stage));
-    release(shared.v_empty(v_place.stage));
+    k_ring.release_by_warpgroup();
+    v_ring.release_by_warpgroup();
   }
 
   __device__ __forceinline__ void last_values() {
-    ptx::barrier_wait(shared.v_full(kv_place.stage), kv_place.parity);
-    issue_values(shared.sV(uniform(kv_place.stage)));
+    const auto v_ring = shared.v_ring().at(k_ring);
+    v_ring.wait_full();
+    issue_values(shared.sV(uniform(v_ring.stage)));
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(out[0]);
-    release(shared.v_empty(kv_place.stage));
-    kv_place.advance();
+    v_ring.release_by_warpgroup();
+    k_ring.advance();
   }
 
   // ---- Normalise, write out and lse ----
@@ -705,22 +683,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const ForwardShared<Config> shared{start};
 
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Config::kTileStages; ++stage) {
-      ptx::barrier_init(shared.tile_full(stage), 1);
-      ptx::barrier_init(shared.tile_empty(stage), 2 + 4 * Config::kConsumers);
-    }
-    for (int stage = 0; stage < Config::kStages; ++stage) {
-      ptx::barrier_init(shared.k_full(stage), 1);
-      ptx::barrier_init(shared.k_empty(stage), Config::kConsumers);
-      ptx::barrier_init(shared.v_full(stage), 1);
-      ptx::barrier_init(shared.v_empty(stage), Config::kConsumers);
-    }
-    for (int stage = 0; stage < Config::kQStages; ++stage) {
-      for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
-        ptx::barrier_init(shared.q_full(stage, consumer), 1);
-        ptx::barrier_init(shared.q_empty(stage, consumer), 4);
-      }
-    }
+    shared.tile_ring().init(1, 2 + 4 * Config::kConsumers);
+    shared.k_ring().init(1, Config::kConsumers);
+    shared.v_ring().init(1, Config::kConsumers);
+    shared.q_ring().init(1, 4);
     ptx::barrier_init(shared.v_tail(), 1);
     ptx::barrier_init(shared.tile_wanted(), 1);
     ptx::barrier_init_fence();

@@ -15,56 +15,48 @@
 
 namespace jax_flash::cuda::sm90 {
 
-// The numbers in shared memory: two, so that the one who draws may be an item ahead.
+// The numbers in shared memory: two, so that the warp that draws may be an item ahead.
 struct ItemRing {
   static constexpr int kStages = 2, kBytes = kStages * (8 + 8 + 4);
   uint32_t base;  // aligned to 8 bytes
 
-  __device__ uint32_t full(int stage) const { return base + 8 * stage; }
-  __device__ uint32_t empty(int stage) const { return base + 8 * (kStages + stage); }
-  __device__ uint32_t item(int stage) const { return base + 16 * kStages + 4 * stage; }
+  // The ring at the use of number `count`.
+  __device__ Ring<kStages> ring(int count = 0) const {
+    return {base, count % kStages, static_cast<uint32_t>(count / kStages % 2)};
+  }
+  __device__ uint32_t item(int stage) const { return base + 8 * Ring<kStages>::kNumBarriers + 4 * stage; }
 
   // By one thread; `readers` are warps.
-  __device__ __forceinline__ void init(int readers) const {
-    for (int stage = 0; stage < kStages; ++stage) {
-      ptx::barrier_init(full(stage), 1);
-      ptx::barrier_init(empty(stage), readers);
-    }
-  }
+  __device__ __forceinline__ void init(int readers) const { ring().init(1, readers); }
 };
 
 // One warp's place in the ring.
 struct ItemReader {
-  ItemRing ring;
-  int count = 0;  // of numbers so far
+  ItemRing items;
+  int count = 0;  // of numbers so far, in place of stage and parity: a register more would be spilled
 
   // The next number, for all readers: drawn by a warp when it has begun to load the last of its item, so that
   // the others need not wait for it.
   __device__ __forceinline__ int draw(int* counter) {
-    const int stage = next_stage();
-    ptx::barrier_wait(ring.empty(stage), parity() ^ 1);
+    const auto ring = items.ring(count++);
+    ring.wait_empty();
     __syncwarp();
     int item = 0;
     if (lane_id() == 0) {
       item = atomicAdd(counter, 1);
-      ptx::store_shared(ring.item(stage), item);
-      ptx::barrier_arrive(ring.full(stage));
+      ptx::store_shared(items.item(ring.stage), item);
+      ptx::barrier_arrive(ring.full());
     }
     return uniform(item);
   }
 
   __device__ __forceinline__ int read() {
-    const int stage = next_stage();
-    ptx::barrier_wait(ring.full(stage), parity());
-    const int item = ptx::load_shared(ring.item(stage));
-    __syncwarp();
-    if (lane_id() == 0) ptx::barrier_arrive(ring.empty(stage));
+    const auto ring = items.ring(count++);
+    ring.wait_full();
+    const int item = ptx::load_shared(items.item(ring.stage));
+    ring.release_by_warp();
     return uniform(item);
   }
-
- private:
-  __device__ __forceinline__ int next_stage() { return count++ % ItemRing::kStages; }
-  __device__ __forceinline__ uint32_t parity() const { return (count - 1) / ItemRing::kStages % 2; }
 };
 
 // f(item) for each item that the block takes: without a counter, the one that has its number. By a warp;

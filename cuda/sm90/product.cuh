@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "arithmetic.h"
-#include "ptx/barrier.h"
 #include "ptx/wgmma.h"
 #include "sm90/tensor_map.h"
 
@@ -65,11 +64,6 @@ __device__ __forceinline__ void make_operand(const float (&tile)[4], int nt, uin
 #pragma unroll
   for (int h = 0; h < 2; ++h)
     operand[nt / 2][nt % 2 * 2 + h] = pack<Arithmetic>(tile[2 * h], tile[2 * h + 1]);
-}
-
-// Products end for the warpgroup as a whole, so one thread can speak for it.
-__device__ __forceinline__ void release(uint32_t barrier) {
-  if (threadIdx.x % 128 == 0) ptx::barrier_arrive(barrier);
 }
 
 }  // namespace jax_flash::cuda::sm90
