@@ -1,9 +1,9 @@
-// Where a lane's part of a product lies: float d[kMTiles][kNTiles][4], element 2h + c of tile (mt, nt) being
-// row accumulator_row(mt, h), column accumulator_column(nt, c) of the warp's part. mma.sync has it so, and so
-// has each warp of a wgmma, whose rows are 16 (kMTiles = 1).
+// The layout of a warp's accumulators.
+//
+// A lane holds float acc[kMTiles][kNTiles][4]. Element 2h + c of tile (mt, nt) is row accumulator_row(mt, h)
+// and column accumulator_column(nt, c) of the warp's part of the product. This is the layout of mma.sync, and
+// of each warp of a wgmma, which has 16 rows (kMTiles = 1).
 #pragma once
-
-#include "mask.cuh"
 
 namespace jax_flash::cuda {
 
@@ -25,7 +25,7 @@ __device__ __forceinline__ void clear(float (&acc)[kMTiles][kNTiles][4]) {
   }
 }
 
-// Calls f(mt, h, nt, c) for each accumulator 2h + c of tile (mt, nt), row by row.
+// Calls f(mt, h, nt, c) for accumulator 2h + c of each tile (mt, nt), row by row.
 template <int kMTiles, int kNTiles, class F>
 __device__ __forceinline__ void for_each_accumulator(const float (&)[kMTiles][kNTiles][4], F f) {
 #pragma unroll
@@ -49,39 +49,6 @@ __device__ __forceinline__ void for_each_accumulator_row(const T (&)[kMTiles][2]
 #pragma unroll
     for (int h = 0; h < 2; ++h) f(mt, h);
   }
-}
-
-// Replaces in `scores`, of rows m_start.. and keys n_start.., the keys before those that a row sees.
-template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void fill_before(float (&scores)[kMTiles][kNTiles][4], const Mask& mask,
-                                            int m_start, int n_start, float value) {
-  int first[kMTiles][2];  // less this lane's first column, so that each element compares with a constant
-  for_each_accumulator_row(first, [&](int mt, int h) {
-    first[mt][h] = mask.first_key(m_start + accumulator_row(mt, h)) - n_start - accumulator_column(0, 0);
-  });
-  for_each_accumulator(scores, [&](int mt, int h, int nt, int c) {
-    if (8 * nt + c < first[mt][h]) scores[mt][nt][2 * h + c] = value;
-  });
-}
-
-// The same for the keys behind those that a row sees.
-template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void fill_behind(float (&scores)[kMTiles][kNTiles][4], const Mask& mask,
-                                            int m_start, int n_start, float value) {
-  int last[kMTiles][2];
-  for_each_accumulator_row(last, [&](int mt, int h) {
-    last[mt][h] = mask.last_key(m_start + accumulator_row(mt, h)) - n_start - accumulator_column(0, 0);
-  });
-  for_each_accumulator(scores, [&](int mt, int h, int nt, int c) {
-    if (8 * nt + c > last[mt][h]) scores[mt][nt][2 * h + c] = value;
-  });
-}
-
-template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void fill_hidden(float (&scores)[kMTiles][kNTiles][4], const Mask& mask,
-                                            int m_start, int n_start, float value) {
-  fill_before(scores, mask, m_start, n_start, value);
-  fill_behind(scores, mask, m_start, n_start, value);
 }
 
 }  // namespace jax_flash::cuda

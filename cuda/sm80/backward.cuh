@@ -17,6 +17,7 @@
 #include "delta.cuh"
 #include "launch.h"
 #include "mask.cuh"
+#include "masking.cuh"
 #include "pairs.cuh"
 #include "params.h"
 #include "sm80/product.cuh"
@@ -245,7 +246,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     if constexpr (kGeneral) {
       transform_scores(p, pairs, arguments.logit, row0, column0);
       if (!whole) load_visible(visible, pairs, row0, column0);
-      if (pairs.may_drop()) draw_kept(kept, pairs, row0, column0);
+      if (pairs.has_dropout()) draw_kept(kept, pairs, row0, column0);
     } else {
       transform_scores(p, arguments.logit);
     }
@@ -255,7 +256,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     };
     recompute_probabilities(p, arguments.logit, lse_log2, [&](auto& probabilities) {
       hide(probabilities);
-      if (kGeneral && pairs.may_drop()) {
+      if (kGeneral && pairs.has_dropout()) {
         float kept_probabilities[kScoreRows / 16][kScoreColumns / 8][4];
         for_each_accumulator(p, [&](int mt, int h, int nt, int c) {
           kept_probabilities[mt][nt][2 * h + c] = probabilities[mt][nt][2 * h + c];
@@ -273,7 +274,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
         ds, KMajorA<Arithmetic, QTile, kScoreRows / 16>(sDout, score_row),
         KMajorB<Arithmetic, KvTile>(sV, score_column));
-    if (kGeneral && pairs.may_drop()) {
+    if (kGeneral && pairs.has_dropout()) {
       for_each_accumulator(ds, [&](int mt, int h, int nt, int c) {
         float& x = ds[mt][nt][2 * h + c];
         x = kept[mt].test(nt, 2 * h + c) ? x * arguments.pairs.kept_factor : 0;
@@ -399,8 +400,8 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
 
 template <class Arithmetic, int kHeadDim, bool kCompact>
 Status launch_backward_form(const BackwardParams& params, const LaunchContext& context) {
-  return has_pairs(params) ? launch_backward<Arithmetic, kHeadDim, kCompact, true>(params, context)
-                           : launch_backward<Arithmetic, kHeadDim, kCompact, false>(params, context);
+  return has_pair_options(params) ? launch_backward<Arithmetic, kHeadDim, kCompact, true>(params, context)
+                                  : launch_backward<Arithmetic, kHeadDim, kCompact, false>(params, context);
 }
 
 template <class Arithmetic, int kHeadDim>

@@ -11,6 +11,7 @@
 #include "delta.cuh"
 #include "launch.h"
 #include "mask.cuh"
+#include "masking.cuh"
 #include "pairs.cuh"
 #include "params.h"
 #include "sm80/product.cuh"
@@ -140,7 +141,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 #pragma unroll 1
     for (int piece = score_pieces; piece < num_pieces; ++piece) multiply_piece(piece, ds);
     PairBits<kNTiles> bits[kMTiles];
-    if (pairs.may_drop()) {
+    if (pairs.has_dropout()) {
       draw_kept(bits, pairs, row0, column0);
       for_each_accumulator(ds, [&](int mt, int h, int nt, int c) {
         float& x = ds[mt][nt][2 * h + c];
@@ -152,7 +153,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     score_gradients(ds, p, delta, 1);
     const Mask mask(params, batch);
     if (!mask.covers(row0, Config::kRows, column0, Config::kColumns)) fill_hidden(ds, mask, row0, column0, 0);
-    if (pairs.may_hide()) {
+    if (pairs.has_mask()) {
       load_visible(bits, pairs, row0, column0);
       fill_unset(ds, bits, 0);
     }
@@ -161,7 +162,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     for_each_accumulator(sums, [&](int mt, int h, int nt, int c) {
       float weight = 1;
       if (params.alibi_slopes) {
-        weight = -fabsf(pairs.lane_distance(row0 + 16 * mt, column0) + pairs.distance_step(nt, 2 * h + c));
+        weight = -fabsf(alibi_distance(pairs, row0 + 16 * mt, column0) +
+                        alibi_distance_step<Pairs<false>>(nt, 2 * h + c));
       }
       sums[mt][nt][2 * h + c] += weight * ds[mt][nt][2 * h + c];
     });

@@ -8,6 +8,7 @@
 #include "delta.cuh"
 #include "launch.h"
 #include "mask.cuh"
+#include "masking.cuh"
 #include "pairs.cuh"
 #include "params.h"
 #include "sm80/product.cuh"
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
           ds, KMajorA<Arithmetic, QTile, kMTiles>(sDout, warp_row), KMajorB<Arithmetic, KvTile>(sV, 0));
       [[maybe_unused]] PairBits<kNTiles> bits[kMTiles];
-      if (kGeneral && pairs.may_drop()) {
+      if (kGeneral && pairs.has_dropout()) {
         draw_kept(bits, pairs, warp_m, n_start);
         for_each_accumulator(ds, [&](int mt, int h, int nt, int c) {
           float& x = ds[mt][nt][2 * h + c];
@@ -212,8 +213,8 @@ Status launch_backward_dq(const BackwardParams& params, const LaunchContext& con
 
 template <class Arithmetic, int kHeadDim>
 Status backward_dq(const BackwardParams& params, const LaunchContext& context) {
-  return has_pairs(params) ? launch_backward_dq<Arithmetic, kHeadDim, true>(params, context)
-                           : launch_backward_dq<Arithmetic, kHeadDim, false>(params, context);
+  return has_pair_options(params) ? launch_backward_dq<Arithmetic, kHeadDim, true>(params, context)
+                                  : launch_backward_dq<Arithmetic, kHeadDim, false>(params, context);
 }
 
 }  // namespace jax_flash::cuda::sm80

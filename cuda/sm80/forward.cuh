@@ -10,6 +10,7 @@
 #include "arithmetic.h"
 #include "launch.h"
 #include "mask.cuh"
+#include "masking.cuh"
 #include "pairs.cuh"
 #include "params.h"
 #include "sm80/product.cuh"
@@ -152,7 +153,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
         fill_hidden(scores, mask, warp_m, n_start, -INFINITY);
       softmax.update(scores, out, arguments.logit.scale_log2);
       if constexpr (kGeneral) {
-        if (pairs.may_drop()) {
+        if (pairs.has_dropout()) {
           PairBits<kNTiles> kept[kMTiles];
           draw_kept(kept, pairs, warp_m, n_start);
           fill_unset(scores, kept, 0);
@@ -216,8 +217,8 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
 
 template <class Arithmetic, int kHeadDim>
 Status forward(const ForwardParams& params, const LaunchContext& context) {
-  return has_pairs(params) ? launch_forward<Arithmetic, kHeadDim, true>(params, context)
-                           : launch_forward<Arithmetic, kHeadDim, false>(params, context);
+  return has_pair_options(params) ? launch_forward<Arithmetic, kHeadDim, true>(params, context)
+                                  : launch_forward<Arithmetic, kHeadDim, false>(params, context);
 }
 
 }  // namespace jax_flash::cuda::sm80

@@ -1,0 +1,58 @@
+// Overwrites the hidden pairs of a warp's tile of scores (accumulator.cuh): before the softmax with
+// -infinity, after it with 0.
+//
+// fill_before, fill_behind and fill_hidden hide what lies outside of a row's interval of keys (mask.cuh);
+// fill_unset hides single pairs, those whose bit is not set (pairs/bits.cuh).
+#pragma once
+
+#include "accumulator.cuh"
+#include "mask.cuh"
+#include "pairs/bits.cuh"
+
+namespace jax_flash::cuda {
+
+// The tile has rows m_start.. and keys n_start..; fills the keys before the first one that a row sees.
+template <int kMTiles, int kNTiles>
+__device__ __forceinline__ void fill_before(float (&scores)[kMTiles][kNTiles][4], const Mask& mask,
+                                            int m_start, int n_start, float value) {
+  int first[kMTiles]
+           [2];  // relative to this lane's first column, so that each element compares with a constant
+  for_each_accumulator_row(first, [&](int mt, int h) {
+    first[mt][h] = mask.first_key(m_start + accumulator_row(mt, h)) - n_start - accumulator_column(0, 0);
+  });
+  for_each_accumulator(scores, [&](int mt, int h, int nt, int c) {
+    if (8 * nt + c < first[mt][h]) scores[mt][nt][2 * h + c] = value;
+  });
+}
+
+// Fills the keys behind the last one that a row sees.
+template <int kMTiles, int kNTiles>
+__device__ __forceinline__ void fill_behind(float (&scores)[kMTiles][kNTiles][4], const Mask& mask,
+                                            int m_start, int n_start, float value) {
+  int last[kMTiles][2];  // relative to this lane's first column
+  for_each_accumulator_row(last, [&](int mt, int h) {
+    last[mt][h] = mask.last_key(m_start + accumulator_row(mt, h)) - n_start - accumulator_column(0, 0);
+  });
+  for_each_accumulator(scores, [&](int mt, int h, int nt, int c) {
+    if (8 * nt + c > last[mt][h]) scores[mt][nt][2 * h + c] = value;
+  });
+}
+
+// Fills the keys on both sides.
+template <int kMTiles, int kNTiles>
+__device__ __forceinline__ void fill_hidden(float (&scores)[kMTiles][kNTiles][4], const Mask& mask,
+                                            int m_start, int n_start, float value) {
+  fill_before(scores, mask, m_start, n_start, value);
+  fill_behind(scores, mask, m_start, n_start, value);
+}
+
+// Fills the pairs whose bit is not set.
+template <int kMTiles, int kNTiles>
+__device__ __forceinline__ void fill_unset(float (&scores)[kMTiles][kNTiles][4],
+                                           const PairBits<kNTiles> (&bits)[kMTiles], float value) {
+  for_each_accumulator(scores, [&](int mt, int h, int nt, int c) {
+    if (!bits[mt].test(nt, 2 * h + c)) scores[mt][nt][2 * h + c] = value;
+  });
+}
+
+}  // namespace jax_flash::cuda

@@ -1,0 +1,40 @@
+// ALiBi: a bias of -slope |i + query_offset - j| that is computed, not read.
+#pragma once
+
+#include "accumulator.cuh"
+#include "pairs/head.cuh"
+#include "softmax.cuh"
+
+namespace jax_flash::cuda {
+
+// i + query_offset - j of a lane's first accumulator. Whole numbers, exact in float32 up to 2^24.
+template <class Pairs>
+__device__ __forceinline__ float alibi_distance(const Pairs& pairs, int row0, int column0) {
+  const int row = row0 + accumulator_row(0, 0), column = column0 + accumulator_column(0, 0);
+  return static_cast<float>((Pairs::kTransposed ? column - row : row - column) + pairs.head.query_offset);
+}
+
+// By how much it is larger for accumulator i of tile nt.
+template <class Pairs>
+__device__ constexpr float alibi_distance_step(int nt, int i) {
+  const int row = 8 * (i / 2), column = 8 * nt + i % 2;
+  return static_cast<float>(Pairs::kTransposed ? column - row : row - column);
+}
+
+// x = score * multiplier + bias * bias_multiplier.
+template <int kNTiles, class Pairs>
+__device__ __forceinline__ void add_alibi(float (&scores)[kNTiles][4], const Pairs& pairs,
+                                          const LogitScale& logit, int row0, int column0) {
+  const float distance = alibi_distance(pairs, row0, column0),
+              factor = pairs.head.slope * logit.bias_multiplier;
+#pragma unroll
+  for (int nt = 0; nt < kNTiles; ++nt) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      scores[nt][i] =
+          fmaf(scores[nt][i], logit.multiplier, factor * fabsf(distance + alibi_distance_step<Pairs>(nt, i)));
+    }
+  }
+}
+
+}  // namespace jax_flash::cuda

@@ -1,0 +1,201 @@
+// The bias [T, S] of one head, added to a warp's 16 rows of scores.
+//
+// A 16-bit bias whose rows are aligned comes through shared memory where a kernel has room for it:
+// start_bias_copy, and a block later add_staged_bias. Any other is read in place by add_bias, with any
+// strides.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "accumulator.cuh"
+#include "pairs/head.cuh"
+#include "ptx/memory.h"
+#include "softmax.cuh"
+
+namespace jax_flash::cuda {
+
+// ---- Through shared memory ----
+
+// A warp's part of shared memory: the bias of 16 rows and kColumns columns of scores, as it lies in memory,
+// in pieces of 8 keys of a query. Pieces are permuted so that neither the copy nor load_matrix meets bank
+// conflicts, and so that everything a lane touches follows from one address by constants.
+template <bool kTransposed, int kColumns>
+struct BiasBuffer {
+  static constexpr int kQueries = kTransposed ? kColumns : 16, kPieces = kTransposed ? 2 : kColumns / 8;
+  static constexpr int kBytes = kQueries * kPieces * 16;
+  static constexpr int kQueriesAtOnce = 32 / kPieces;  // that a warp copies
+  uint32_t shared;                                     // aligned to 128 bytes
+
+  // Of a piece of a query.
+  __device__ __forceinline__ uint32_t address(int query, int piece) const {
+    static_assert(kPieces == (kTransposed ? 2 : 8));
+    return shared + (query * kPieces + (piece ^ (kTransposed ? query / 4 % 2 : query % 8))) * 16;
+  }
+  // Of the piece that a lane copies, kQueriesAtOnce * i queries on.
+  __device__ __forceinline__ uint32_t copy_address(int i) const {
+    const uint32_t first = address(lane_id() / kPieces, lane_id() % kPieces);
+    return (kTransposed ? first : first ^ i % 2 * 64) + i * 512;
+  }
+  // Of the row that a lane hands to load_matrix for two tiles of columns, nt and nt + 1: their upper and
+  // lower rows.
+  __device__ __forceinline__ uint32_t matrix_address(int nt) const {
+    if constexpr (kTransposed)
+      return address(lane_id() % 8 + lane_id() / 16 * 8, lane_id() / 8 % 2) + nt * 256;
+    return address(lane_id() % 16, lane_id() / 16) ^ nt * 16;
+  }
+};
+
+// The first piece that a lane copies of 16 rows, at column 0.
+struct BiasSource {
+  const char* from;
+  int query, key;
+};
+
+using PieceSource = BiasSource;
+
+template <int kColumns, class Pairs>
+__device__ __forceinline__ BiasSource bias_source(const Pairs& pairs, int row0) {
+  constexpr bool kTransposed = Pairs::kTransposed;
+  constexpr int kPieces = BiasBuffer<kTransposed, kColumns>::kPieces;
+  const int query = (kTransposed ? 0 : row0) + lane_id() / kPieces,
+            key = (kTransposed ? row0 : 0) + lane_id() % kPieces * 8;
+  return {pairs.head.bias + (query * pairs.params.bias.row_stride + key) * 2, query, key};
+}
+
+// Starts to copy the columns from `column0` on; pieces beyond the ends become zeros. The warp must be done
+// with what the buffer holds.
+template <class Pairs, int kColumns>
+__device__ __forceinline__ void start_bias_copy(const BiasBuffer<Pairs::kTransposed, kColumns>& buffer,
+                                                const Pairs& pairs, const BiasSource& source, int column0) {
+  using Buffer = BiasBuffer<Pairs::kTransposed, kColumns>;
+  constexpr bool kTransposed = Pairs::kTransposed;
+  const AttentionParams& params = pairs.params;
+  const int query = source.query + (kTransposed ? column0 : 0),
+            key = source.key + (kTransposed ? 0 : column0);
+  const int queries =
+      key < static_cast<int>(params.seqlen_kv) ? static_cast<int>(params.seqlen_q) - query : 0;
+  const char* from = source.from + column0 * (kTransposed ? params.bias.row_stride : 1) * 2;
+  const int64_t step = Buffer::kQueriesAtOnce * params.bias.row_stride * 2;
+#pragma unroll
+  for (int i = 0; i * Buffer::kQueriesAtOnce < Buffer::kQueries; ++i) {
+    ptx::copy_async<16>(buffer.copy_address(i), from, i * Buffer::kQueriesAtOnce < queries);
+    from += step;
+  }
+  ptx::copy_async_commit();
+}
+template <class Pairs, int kColumns>
+__device__ __forceinline__ void start_bias_copy(const BiasBuffer<Pairs::kTransposed, kColumns>& buffer,
+                                                const Pairs& pairs, int row0, int column0) {
+  start_bias_copy(buffer, pairs, bias_source<kColumns>(pairs, row0), column0);
+}
+
+// x = score * multiplier + bias * bias_multiplier, with the bias of the copy started last.
+template <class Pairs, int kNTiles>
+__device__ __forceinline__ void add_staged_bias(float (&scores)[kNTiles][4], const Pairs& pairs,
+                                                const BiasBuffer<Pairs::kTransposed, 8 * kNTiles>& buffer,
+                                                const LogitScale& logit) {
+  ptx::copy_async_wait<0>();
+  __syncwarp();
+  auto add = [&](auto to_float) {
+#pragma unroll
+    for (int nt = 0; nt < kNTiles; nt += 2) {
+      uint32_t r[4];  // four matrices of 8 x 8
+      if constexpr (Pairs::kTransposed) {
+        ptx::load_matrix_x4_transposed(r, buffer.matrix_address(nt));
+      } else {
+        ptx::load_matrix_x4(r, buffer.matrix_address(nt));
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float& x = scores[nt + i / 4][i % 4];
+        x = fmaf(x, logit.multiplier, to_float(r[i / 2], i % 2) * logit.bias_multiplier);
+      }
+    }
+  };
+  if (pairs.options.is_half) {
+    add([](uint32_t two, int i) {
+      return __half2float(__ushort_as_half(static_cast<uint16_t>(two >> 16 * i)));
+    });
+  } else {
+    add([](uint32_t two, int i) { return __uint_as_float(i == 0 ? two << 16 : two & 0xffff0000); });
+  }
+  __syncwarp();
+}
+
+// ---- In place ----
+
+// The address of a lane's first column of row half h, for an element of `bytes` bytes. Rows beyond the end
+// repeat the last one; their results do not count.
+template <class Pairs>
+__device__ __forceinline__ const char* bias_row(const Pairs& pairs, int bytes, int row0, int column0, int h) {
+  const PairArray& bias = pairs.params.bias;
+  const int row = min(row0 + accumulator_row(0, h), pairs.row_limit() - 1),
+            column = column0 + accumulator_column(0, 0);
+  const int query = Pairs::kTransposed ? column : row, key = Pairs::kTransposed ? row : column;
+  return pairs.head.bias + (query * bias.row_stride + key * bias.key_stride) * bytes;
+}
+
+// Calls f(nt, i, element) for each accumulator. Keys beyond the end repeat the last one: they will be hidden.
+// Queries beyond the end are left out: their probabilities come from lse alone.
+template <class Element, int kNTiles, class Pairs, class F>
+__device__ __forceinline__ void for_each_bias(const Pairs& pairs, int row0, int column0, F f) {
+  const int64_t step = Pairs::kTransposed ? pairs.params.bias.row_stride : pairs.params.bias.key_stride;
+  const int columns = pairs.column_limit() - column0 - accumulator_column(0, 0);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const Element* row = reinterpret_cast<const Element*>(bias_row(pairs, sizeof(Element), row0, column0, h));
+#pragma unroll
+    for (int nt = 0; nt < kNTiles; ++nt) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        if constexpr (Pairs::kTransposed) {
+          if (8 * nt + c < columns) f(nt, 2 * h + c, __ldg(row + (8 * nt + c) * step));
+        } else {
+          f(nt, 2 * h + c, __ldg(row + min(8 * nt + c, columns - 1) * step));
+        }
+      }
+    }
+  }
+}
+
+// Calls f(nt, i, elements) for each two neighbours i, i + 1 of 16 bits.
+template <int kNTiles, class Pairs, class F>
+__device__ __forceinline__ void for_each_two_biases(const Pairs& pairs, int row0, int column0, F f) {
+  const int columns = pairs.column_limit() - column0 - accumulator_column(0, 0);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const uint32_t* row = reinterpret_cast<const uint32_t*>(bias_row(pairs, 2, row0, column0, h));
+#pragma unroll
+    for (int nt = 0; nt < kNTiles; ++nt) {
+      if (8 * nt < columns) f(nt, 2 * h, __ldg(row + 4 * nt));
+    }
+  }
+}
+
+// x = score * multiplier + bias * bias_multiplier, of 16 rows from `row0` on and 8 kNTiles columns from
+// `column0` on.
+template <int kNTiles, class Pairs>
+__device__ __forceinline__ void add_bias(float (&scores)[kNTiles][4], const Pairs& pairs,
+                                         const LogitScale& logit, int row0, int column0) {
+  auto add = [&](float& x, float bias) { x = fmaf(x, logit.multiplier, bias * logit.bias_multiplier); };
+  auto from_16_bits = [&](uint32_t bits) {  // the lower ones
+    return pairs.options.is_half ? __half2float(__ushort_as_half(static_cast<uint16_t>(bits)))
+                                 : __uint_as_float(bits << 16);
+  };
+  if (pairs.options.bias_format == BiasFormat::kOne32Bit) {
+    for_each_bias<float, kNTiles>(pairs, row0, column0,
+                                  [&](int nt, int i, float bias) { add(scores[nt][i], bias); });
+  } else if (Pairs::kTransposed || pairs.options.bias_format == BiasFormat::kOne16Bit) {
+    for_each_bias<uint16_t, kNTiles>(
+        pairs, row0, column0, [&](int nt, int i, uint16_t bias) { add(scores[nt][i], from_16_bits(bias)); });
+  } else {
+    for_each_two_biases<kNTiles>(pairs, row0, column0, [&](int nt, int i, uint32_t two) {
+      add(scores[nt][i], from_16_bits(two));
+      add(scores[nt][i + 1], from_16_bits(two >> 16));
+    });
+  }
+}
+
+}  // namespace jax_flash::cuda

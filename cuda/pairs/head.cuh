@@ -1,0 +1,94 @@
+// Where the pair options of one batch element and query head lie in memory.
+#pragma once
+
+#include <cstdint>
+
+#include "pairs/options.cuh"
+#include "params.h"
+
+namespace jax_flash::cuda {
+
+// Rows are those of the tile of scores: queries, or keys where kTransposed.
+template <bool kTransposed>
+struct PairHead {
+  const char* bias;            // [T, S]
+  const uint32_t* mask_words;  // [rows, columns / 32], the mask as bits; null: no mask
+  const int32_t* row_ids;      // [rows], segments; null: none
+  const int32_t* column_ids;   // [columns]
+  const uint32_t* seeds;       // [3], of dropout
+  float scale_factor = 1;
+  float slope = 0;       // ALiBi's, negated
+  int query_offset = 0;  // added to a query's position by ALiBi
+
+  __device__ __forceinline__ PairHead(const AttentionParams& params, int batch, int head) {
+    const PairArray& array = params.bias;
+    bias = static_cast<const char*>(array.data) +
+           (batch * array.batch_stride + head * array.head_stride) * (array.dtype == DType::kFloat32 ? 4 : 2);
+    const VisibilityWorkspace::Bits& bits = kTransposed ? params.visible.of_keys : params.visible.of_queries;
+    mask_words =
+        params.mask.data ? bits.words + batch * bits.batch_stride + head * bits.head_stride : nullptr;
+    const bool has_segments = params.query_segment_ids;
+    const int32_t* query_ids = has_segments ? params.query_segment_ids + batch * params.seqlen_q : nullptr;
+    const int32_t* key_ids = has_segments ? params.key_value_segment_ids + batch * params.seqlen_kv : nullptr;
+    row_ids = kTransposed ? key_ids : query_ids;
+    column_ids = kTransposed ? query_ids : key_ids;
+    const int64_t index = int64_t{batch} * params.num_heads + head;
+    seeds = params.dropout_seeds + 3 * index;
+    if (params.scale_factor) scale_factor = static_cast<const float*>(params.scale_factor)[batch];
+    if (!params.alibi_slopes) return;
+    constexpr int kFar = 1 << 30;  // far from overflow
+    slope = -static_cast<const float*>(params.alibi_slopes)[index];
+    if (params.query_offset) query_offset = max(-kFar, min(params.query_offset[batch], kFar));
+  }
+};
+
+// What the functions on a warp's scores need: the call, and one batch element and query head of it. `Head`
+// may be a reference, to a PairHead in shared memory.
+template <bool kTransposed_, class Head = PairHead<kTransposed_>>
+struct Pairs {
+  static constexpr bool kTransposed = kTransposed_;  // do keys lie in rows of the tile of scores?
+
+  const AttentionParams& params;
+  const PairOptions& options;
+  Head head;
+
+  __device__ __forceinline__ Pairs(const AttentionParams& params, const PairOptions& options, Head head)
+      : params(params), options(options), head(head) {}
+  __device__ __forceinline__ Pairs(const AttentionParams& params, const PairOptions& options, int batch,
+                                   int head)
+      : Pairs(params, options, PairHead<kTransposed>(params, batch, head)) {}
+
+  __device__ __forceinline__ bool has_mask() const { return params.mask.data || params.query_segment_ids; }
+  __device__ __forceinline__ bool has_dropout() const { return options.may_drop; }
+
+  // The names that cuda/sm90 uses.
+  __device__ __forceinline__ bool may_hide() const { return has_mask(); }
+  __device__ __forceinline__ bool may_drop() const { return has_dropout(); }
+  template <int kColumns>
+  __device__ __forceinline__ auto piece_source(int row0) const {
+    return bias_source<kColumns>(*this, row0);
+  }
+  template <class Buffer, class... From>
+  __device__ __forceinline__ void start_pieces(const Buffer& buffer, const From&... from) const {
+    start_bias_copy(buffer, *this, from...);
+  }
+  template <class Scores, class Buffer, class Logit>
+  __device__ __forceinline__ void add_pieces(Scores& scores, const Buffer& buffer, const Logit& logit) const {
+    add_staged_bias(scores, *this, buffer, logit);
+  }
+  template <class Scores, class Logit>
+  __device__ __forceinline__ void transform(Scores& scores, bool is_added, const Logit& logit, int row0,
+                                            int column0) const {
+    transform_scores(scores, *this, is_added, logit, row0, column0);
+  }
+
+  // Rows and columns of the whole matrix of scores.
+  __device__ __forceinline__ int row_limit() const {
+    return static_cast<int>(kTransposed ? params.seqlen_kv : params.seqlen_q);
+  }
+  __device__ __forceinline__ int column_limit() const {
+    return static_cast<int>(kTransposed ? params.seqlen_q : params.seqlen_kv);
+  }
+};
+
+}  // namespace jax_flash::cuda
