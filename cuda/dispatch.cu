@@ -10,7 +10,6 @@
 #include "launch.h"
 #include "sm80/backward.cuh"
 #include "sm80/backward_bias.cuh"
-#include "sm80/backward_compact.cuh"
 #include "sm80/backward_dq.cuh"
 #include "sm80/forward.cuh"
 #include "sm90/backward.cuh"
@@ -30,7 +29,7 @@
 namespace jax_flash::cuda {
 namespace {
 
-enum class Direction { forward, backward, backward_dq, backward_bias, backward_compact = backward };
+enum class Direction { forward, backward, backward_dq, backward_bias };
 enum class Arithmetic { bfloat16, float16, tf32, tf32x3 };
 
 struct Kernel {

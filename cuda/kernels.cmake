@@ -1,8 +1,8 @@
 # The one list of compiled kernels: jax_flash_kernel(direction arch arithmetic head_dim).
 #
-# A row becomes one translation unit, made from kernel.cu.in, and one entry of dispatch.cu's table. `direction` and
-# `arch` name the header (cuda/<arch>/<direction>.cuh); `arithmetic` is a type of cuda/arithmetic.h; a head dim in
-# between runs on the next larger kernel, zero-filled.
+# Each row becomes a translation unit, made from kernel.cu.in, and an entry of dispatch.cu's table. `direction` and
+# `arch` name the header (cuda/<arch>/<direction>.cuh); `arithmetic` is a type of cuda/arithmetic.h. A head dim in
+# between runs on the next larger kernel, filled with zeros.
 set(JAX_FLASH_HEAD_DIMS 64 96 128 192 256 CACHE STRING "Head dims for which CUDA kernels are compiled")
 
 if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
@@ -19,7 +19,7 @@ if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
   endforeach()
 endif()
 
-# Their tiles of 96 and 192 columns would save little over those of 128 and 256, and take a minute to compile.
+# Tiles of 96 and 192 columns would save little over those of 128 and 256, and take a minute to compile.
 set(sm80_head_dims ${JAX_FLASH_HEAD_DIMS})
 list(REMOVE_ITEM sm80_head_dims 96 192)
 foreach(head_dim IN LISTS sm80_head_dims)
@@ -27,14 +27,10 @@ foreach(head_dim IN LISTS sm80_head_dims)
     jax_flash_kernel(forward sm80 ${arithmetic} ${head_dim})
     jax_flash_kernel(backward sm80 ${arithmetic} ${head_dim})
     jax_flash_kernel(backward_dq sm80 ${arithmetic} ${head_dim})
-    # float32 fits small cards at head dim 64 as it is, and not at all above 128.
-    if(NOT (arithmetic MATCHES "tf32" AND NOT head_dim EQUAL 128))
-      jax_flash_kernel(backward_compact sm80 ${arithmetic} ${head_dim})
-    endif()
   endforeach()
 endforeach()
 
-# Of a bias that has both queries and keys.
+# The gradient of a bias with both a query and a key axis; other shapes run on the sm80 kernel below.
 if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
   foreach(head_dim IN ITEMS 64 128)
     if(head_dim IN_LIST JAX_FLASH_HEAD_DIMS)
@@ -44,7 +40,7 @@ if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
   endforeach()
 endif()
 
-# Takes head dims piece by piece: one kernel for all.
+# This kernel takes the head dim in pieces: one serves every head dim.
 if(sm80_head_dims)
   list(SORT sm80_head_dims COMPARE NATURAL)
   list(GET sm80_head_dims -1 largest_head_dim)

@@ -1,7 +1,7 @@
 // The pair options, as the kernels use them: bias, ALiBi, mask, segments and dropout on a warp's tile of
 // scores.
 //
-//   pairs/policy.h       which of them a main loop handles, at compile time
+//   pairs/policy.cuh       which of them a main loop handles, at compile time
 //   pairs/options.cuh    which of them a call has, at run time
 //   pairs/head.cuh       where the arrays of one batch element and query head lie
 //   pairs/bias.cuh       the bias, through shared memory or in place
@@ -24,7 +24,7 @@
 #include "pairs/head.cuh"
 #include "pairs/mask_bits.cuh"
 #include "pairs/options.cuh"
-#include "pairs/policy.h"
+#include "pairs/policy.cuh"
 #include "pairs/segments.cuh"
 #include "softmax.cuh"
 

@@ -52,14 +52,18 @@ constexpr BackwardTile backward_tile(int element_bytes, int head_dim) {
   return {32, 32, 4, 2, 1, 2, 1};                       // 136 KB
 }
 
-// For cards with 99 KB, where the above does not fit.
-constexpr BackwardTile backward_compact_tile(int element_bytes, int head_dim) {
+// For cards with 99 KB of shared memory, where the tiles above do not fit. float32 fits them at head dim 64
+// as it is, and not at all above 128.
+constexpr bool has_compact_backward_tile(int element_bytes, int head_dim) {
+  return element_bytes == 2 || (head_dim > 64 && head_dim <= 128);
+}
+constexpr BackwardTile compact_backward_tile(int element_bytes, int head_dim) {
   if (element_bytes == 2) {
     if (head_dim <= 64) return {64, 64, 4, 2, 2, 2, 2};   // 48 KB, 64 KB with two stages
     if (head_dim <= 128) return {64, 64, 4, 2, 2, 2, 1};  // 80 KB
     return {32, 32, 4, 2, 1, 2, 1};                       // 72 KB
   }
-  return {32, 32, 4, 2, 1, 2, 1};  // head dims 65 to 128: 72 KB
+  return {32, 32, 4, 2, 1, 2, 1};  // 72 KB
 }
 
 struct BackwardDqTile {

@@ -134,11 +134,20 @@ void check_tiles() {
              bytes, head_dim);
       EXPECT(forward.block_m % (16 * forward.warps) == 0, "%d, %d", bytes, head_dim);
       for (const auto& tile :
-           {sm80::backward_tile(bytes, head_dim), sm80::backward_compact_tile(bytes, head_dim)}) {
+           {sm80::backward_tile(bytes, head_dim), sm80::compact_backward_tile(bytes, head_dim)}) {
         EXPECT(tile.block_m % (16 * tile.score_warps_m) == 0 && tile.block_n % (16 * tile.dkv_warps_n) == 0 &&
                    tile.block_m % (16 * tile.dq_warps_m) == 0,
                "%d, %d", bytes, head_dim);
       }
+      // One of the two fits small cards: of float32 only up to head dim 128.
+      const auto fits = [&](const sm80::BackwardTile& tile) {
+        const int rows = 2 * (tile.block_m + tile.block_n);  // of q, dout, k, v; then p and ds
+        return rows * head_dim * bytes + 2 * tile.block_m * std::max(tile.block_n * bytes, 128) <= 99 * 1024;
+      };
+      const bool any_fits =
+          fits(sm80::backward_tile(bytes, head_dim)) || (sm80::has_compact_backward_tile(bytes, head_dim) &&
+                                                         fits(sm80::compact_backward_tile(bytes, head_dim)));
+      EXPECT(any_fits == (bytes == 2 || head_dim <= 128), "%d, %d", bytes, head_dim);
       const sm80::BackwardDqTile dq = sm80::backward_dq_tile(bytes, head_dim);
       EXPECT((2 * dq.block_m + 2 * dq.stages * dq.block_n) * head_dim * bytes <= 99 * 1024, "%d, %d", bytes,
              head_dim);

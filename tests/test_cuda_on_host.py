@@ -50,11 +50,6 @@ def test_some_kernel_takes_every_head_dim(kernels):
         assert (*row, 256) in kernels
     for row in itertools.product(directions[:3], ["sm90"], arithmetics[:2]):
         assert (*row, 256) in kernels
-    # Which small cards run where the others' tiles do not fit.
-    for arithmetic, head_dim in itertools.product(arithmetics[:2], (64, 128, 256)):
-        assert ("backward_compact", "sm80", arithmetic, head_dim) in kernels
-    for arithmetic in arithmetics[2:]:
-        assert ("backward_compact", "sm80", arithmetic, 128) in kernels
 
 
 def test_kernels_stand_in_the_order_of_preference(kernels):

@@ -29,7 +29,7 @@ inline bool is_general(const AttentionParams& params) {
 
 struct PairOptions {
   BiasFormat bias_format;
-  bool only_lists, only_pieces;  // may the loops kMaskOnly, kStagedBiasOnly (policy.h) serve this call?
+  bool only_lists, only_pieces;  // may the loops kMaskOnly, kStagedBiasOnly (policy.cuh) serve this call?
   bool is_half;                  // is the bias float16, or else bfloat16?
   bool has_alibi, may_drop;
   uint32_t drop_threshold;

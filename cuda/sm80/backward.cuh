@@ -43,11 +43,13 @@ struct BackwardArguments {
                // processor
 };
 
-template <class Arithmetic, int kHeadDim, bool kCompact>
+template <class Arithmetic_, int kHeadDim_, BackwardTile kTile_, PairPolicy kPolicy_>
 struct BackwardConfig {
+  using Arithmetic = Arithmetic_;
   using Element = typename Arithmetic::Element;
-  static constexpr BackwardTile kTile =
-      kCompact ? backward_compact_tile(sizeof(Element), kHeadDim) : backward_tile(sizeof(Element), kHeadDim);
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr BackwardTile kTile = kTile_;
+  static constexpr PairPolicy kPolicy = kPolicy_;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kThreads = 32 * kTile.warps;
   using QTile = SharedTile<Arithmetic, kBlockM, kHeadDim>;
@@ -61,10 +63,11 @@ struct BackwardConfig {
 };
 
 // The blocks of queries that a tile of keys goes through: of the group's first head, then of its second, ...
-template <bool kGeneral, class Config>
+template <class Config>
 class QueryWalk {
  public:
-  using Queries = BlockList<kGeneral, /*kOfQueries=*/false, Config::kBlockN, Config::kBlockM>;
+  using Queries =
+      BlockList<Config::kPolicy.may_have_mask(), /*kOfQueries=*/false, Config::kBlockN, Config::kBlockM>;
 
   int head, m_start;  // of the block at hand
   int blocks = 0;     // that are left, with this one
@@ -78,7 +81,7 @@ class QueryWalk {
         m_blocks_(m_blocks),
         queries_(of_head(first_head)) {
     head = first_head;
-    if constexpr (kGeneral) {
+    if constexpr (Queries::kMayBeListed) {
 #pragma unroll 1
       for (int i = 0; i < group; ++i) blocks += of_head(first_head + i).count;
     } else {
@@ -106,7 +109,7 @@ class QueryWalk {
     while (index_ == queries_.count) {
       ++head;
       index_ = 0;
-      if constexpr (kGeneral) queries_ = of_head(head);
+      if constexpr (Queries::kMayBeListed) queries_ = of_head(head);
     }
     m_start = queries_.start(index_);
   }
@@ -117,15 +120,17 @@ class QueryWalk {
   int index_ = 0;
 };
 
-template <class Arithmetic, int kHeadDim, bool kCompact, bool kGeneral,
-          class Config = BackwardConfig<Arithmetic, kHeadDim, kCompact>>
+template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     backward_kernel(const __grid_constant__ BackwardArguments arguments) {
+  using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
   using ScoreTile = typename Config::ScoreTile;
   constexpr BackwardTile kTile = Config::kTile;
+  constexpr bool kMayHaveMask = Config::kPolicy.may_have_mask(), kMayHaveOthers = Config::kPolicy.others;
+  constexpr int kHeadDim = Config::kHeadDim;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kThreads = Config::kThreads;
   // A warp's part of the scores, of dk and dv, and of dq.
   constexpr int kScoreRows = kBlockM / kTile.score_warps_m;
@@ -168,7 +173,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const uint32_t ring = sDs.base + ScoreTile::kBytes;  // [stages, 2, kBlockM, kHeadDim]: q, dout
   const uint32_t stage_step = arguments.stages == 2 ? 2 * QTile::kBytes : 0;
 
-  using Walk = QueryWalk<kGeneral, Config>;
+  using Walk = QueryWalk<Config>;
   Walk walk(params, batch, n_start, first_head, group, m_begin, m_blocks), to_load = walk;
   using KvLoader = TileLoader<kThreads, KvTile>;
   using QLoader = TileLoader<kThreads, QTile>;
@@ -241,14 +246,18 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
         KMajorB<Arithmetic, KvTile>(sK, score_column));
     const int row0 = m_start + score_row, column0 = n_start + score_column;
     const bool covered = mask.covers(row0, kScoreRows, column0, kScoreColumns);
-    const bool whole = !kGeneral || walk.is_whole();
+    const bool whole = !kMayHaveMask || walk.is_whole();
     [[maybe_unused]] PairBits<kScoreColumns / 8> visible[kScoreRows / 16], kept[kScoreRows / 16];
-    if constexpr (kGeneral) {
+    if constexpr (kMayHaveOthers) {
       transform_scores(p, pairs, arguments.logit, row0, column0);
-      if (!whole) load_visible(visible, pairs, row0, column0);
-      if (pairs.has_dropout()) draw_kept(kept, pairs, row0, column0);
     } else {
       transform_scores(p, arguments.logit);
+    }
+    if constexpr (kMayHaveMask) {
+      if (!whole) load_visible(visible, pairs, row0, column0);
+    }
+    if constexpr (kMayHaveOthers) {
+      if (pairs.has_dropout()) draw_kept(kept, pairs, row0, column0);
     }
     auto hide = [&](auto& x) {
       if (!covered) fill_hidden(x, mask, row0, column0, 0);
@@ -256,7 +265,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     };
     recompute_probabilities(p, arguments.logit, lse_log2, [&](auto& probabilities) {
       hide(probabilities);
-      if (kGeneral && pairs.has_dropout()) {
+      if (kMayHaveOthers && pairs.has_dropout()) {
         float kept_probabilities[kScoreRows / 16][kScoreColumns / 8][4];
         for_each_accumulator(p, [&](int mt, int h, int nt, int c) {
           kept_probabilities[mt][nt][2 * h + c] = probabilities[mt][nt][2 * h + c];
@@ -274,7 +283,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
         ds, KMajorA<Arithmetic, QTile, kScoreRows / 16>(sDout, score_row),
         KMajorB<Arithmetic, KvTile>(sV, score_column));
-    if (kGeneral && pairs.has_dropout()) {
+    if (kMayHaveOthers && pairs.has_dropout()) {
       for_each_accumulator(ds, [&](int mt, int h, int nt, int c) {
         float& x = ds[mt][nt][2 * h + c];
         x = kept[mt].test(nt, 2 * h + c) ? x * arguments.pairs.kept_factor : 0;
@@ -354,14 +363,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
         });
       };
       write(params.dk, head_dim, kIs16Bit<Arithmetic> ? arguments.logit.scale : 1, dk);
-      write(params.dv, arguments.v.head_dim, kGeneral ? arguments.pairs.kept_factor : 1, dv);
+      write(params.dv, arguments.v.head_dim, kMayHaveOthers ? arguments.pairs.kept_factor : 1, dv);
     }
   }
 }
 
-template <class Arithmetic, int kHeadDim, bool kCompact, bool kGeneral>
+template <class Config>
 Status launch_backward(const BackwardParams& params, const LaunchContext& context) {
-  using Config = BackwardConfig<Arithmetic, kHeadDim, kCompact>;
+  using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
   // float32 gradients are summed where they are wanted.
   float* dq_accum = params.leaves_dq       ? nullptr
@@ -377,7 +386,7 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
   const int64_t dq_size = params.batch * params.seqlen_q * params.num_heads * params.head_dim;
   Status status = launch_delta<Element>(params, dq_accum, dq_accum ? dq_size : 0, context);
   if (!status.failed()) {
-    status = launch_lists(params, QueryWalk<kGeneral, Config>::Queries::shape(), context);
+    status = launch_lists(params, QueryWalk<Config>::Queries::shape(), context);
   }
   if (status.failed()) return status;
   const BackwardArguments arguments{params,
@@ -390,23 +399,34 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
                                     dq_accum,
                                     stages};
   const int64_t blocks = ceil_div(params.seqlen_kv, Config::kBlockN) * params.num_kv_heads * params.batch;
-  status = launch(backward_kernel<Arithmetic, kHeadDim, kCompact, kGeneral>, blocks, Config::kThreads,
-                  Config::shared_bytes(stages), context, arguments);
+  status = launch(backward_kernel<Config>, blocks, Config::kThreads, Config::shared_bytes(stages), context,
+                  arguments);
   if constexpr (kIs16Bit<Arithmetic>) {
     if (!status.failed() && dq_accum) return launch_convert<Element>(params, context);
   }
   return status;
 }
 
-template <class Arithmetic, int kHeadDim, bool kCompact>
-Status launch_backward_form(const BackwardParams& params, const LaunchContext& context) {
-  return has_pair_options(params) ? launch_backward<Arithmetic, kHeadDim, kCompact, true>(params, context)
-                                  : launch_backward<Arithmetic, kHeadDim, kCompact, false>(params, context);
+template <class Arithmetic, int kHeadDim, BackwardTile kTile>
+Status launch_backward_tile(const BackwardParams& params, const LaunchContext& context) {
+  return has_pair_options(params)
+             ? launch_backward<BackwardConfig<Arithmetic, kHeadDim, kTile, kAnyPairsUnstaged>>(params,
+                                                                                               context)
+             : launch_backward<BackwardConfig<Arithmetic, kHeadDim, kTile, kNoPairs>>(params, context);
 }
 
 template <class Arithmetic, int kHeadDim>
 Status backward(const BackwardParams& params, const LaunchContext& context) {
-  return launch_backward_form<Arithmetic, kHeadDim, /*kCompact=*/false>(params, context);
+  constexpr int kElementBytes = sizeof(typename Arithmetic::Element);
+  const Status status =
+      launch_backward_tile<Arithmetic, kHeadDim, backward_tile(kElementBytes, kHeadDim)>(params, context);
+  if constexpr (has_compact_backward_tile(kElementBytes, kHeadDim)) {
+    if (!status.is_served()) {
+      constexpr BackwardTile kCompact = compact_backward_tile(kElementBytes, kHeadDim);
+      return launch_backward_tile<Arithmetic, kHeadDim, kCompact>(params, context);
+    }
+  }
+  return status;
 }
 
 }  // namespace jax_flash::cuda::sm80

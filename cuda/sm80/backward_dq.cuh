@@ -31,8 +31,11 @@ struct BackwardDqArguments {
   HeadRows q, k, v, dout;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv], [B * T, N, Hv]
 };
 
-template <class Arithmetic, int kHeadDim>
+template <class Arithmetic_, int kHeadDim_, PairPolicy kPolicy_>
 struct BackwardDqConfig {
+  using Arithmetic = Arithmetic_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr PairPolicy kPolicy = kPolicy_;
   using Element = typename Arithmetic::Element;
   static constexpr BackwardDqTile kTile = backward_dq_tile(sizeof(Element), kHeadDim);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
@@ -41,17 +44,18 @@ struct BackwardDqConfig {
   using QTile = SharedTile<Arithmetic, kBlockM, kHeadDim, /*kRounded=*/true>;
   using KvTile = SharedTile<Arithmetic, kBlockN, kHeadDim>;
   static constexpr int kSharedBytes = 2 * QTile::kBytes + 2 * kStages * KvTile::kBytes;
-  template <bool kGeneral>
-  using Keys = BlockList<kGeneral, /*kOfQueries=*/true, kBlockM, kBlockN>;
+  using Keys = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/true, kBlockM, kBlockN>;
 };
 
-template <class Arithmetic, int kHeadDim, bool kGeneral,
-          class Config = BackwardDqConfig<Arithmetic, kHeadDim>>
+template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     backward_dq_kernel(const __grid_constant__ BackwardDqArguments arguments) {
+  using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
+  constexpr bool kMayHaveMask = Config::kPolicy.may_have_mask(), kMayHaveOthers = Config::kPolicy.others;
+  constexpr int kHeadDim = Config::kHeadDim;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kStages = Config::kStages;
   constexpr int kThreads = Config::kThreads, kWarpRows = Config::kWarpRows;
   constexpr int kMTiles = kWarpRows / 16, kNTiles = kBlockN / 8;
@@ -71,7 +75,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int m_last = min(m_start + kBlockM, mask.q_length) - 1;
   const int n_begin = m_last < m_start ? 0 : mask.first_key(m_start) / kBlockN;
   const int n_end = m_last < m_start ? 0 : (mask.last_key(m_last) + kBlockN) / kBlockN;
-  const typename Config::template Keys<kGeneral> keys(params, batch, head, m_start, n_begin, n_end);
+  const typename Config::Keys keys(params, batch, head, m_start, n_begin, n_end);
   const Pairs<false> pairs{params, arguments.pairs, batch, head};
 
   extern __shared__ __align__(128) uint8_t shared[];
@@ -94,7 +98,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       const KvTile sK{ring + item % kStages * 2 * KvTile::kBytes}, sV{sK.base + KvTile::kBytes};
       k_loader.load(sK, row, mask.kv_length);
       v_loader.load(sV, row, mask.kv_length);
-      const int step = kGeneral ? (item + 1 < num_items ? block_start(item + 1) - row : 0) : -kBlockN;
+      const int step = kMayHaveMask ? (item + 1 < num_items ? block_start(item + 1) - row : 0) : -kBlockN;
       k_loader.move_rows(step);
       v_loader.move_rows(step);
     }
@@ -136,7 +140,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       clear(p);
       multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
           p, KMajorA<Arithmetic, QTile, kMTiles>(sQ, warp_row), KMajorB<Arithmetic, KvTile>(sK, 0));
-      if constexpr (kGeneral) {
+      if constexpr (kMayHaveOthers) {
         transform_scores(p, pairs, arguments.logit, warp_m, n_start);
       } else {
         transform_scores(p, arguments.logit);
@@ -146,7 +150,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
           ds, KMajorA<Arithmetic, QTile, kMTiles>(sDout, warp_row), KMajorB<Arithmetic, KvTile>(sV, 0));
       [[maybe_unused]] PairBits<kNTiles> bits[kMTiles];
-      if (kGeneral && pairs.has_dropout()) {
+      if (kMayHaveOthers && pairs.has_dropout()) {
         draw_kept(bits, pairs, warp_m, n_start);
         for_each_accumulator(ds, [&](int mt, int h, int nt, int c) {
           float& x = ds[mt][nt][2 * h + c];
@@ -155,7 +159,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       }
       score_gradients(ds, p, delta, 1);
       if (!covered) fill_hidden(ds, mask, warp_m, n_start, 0);
-      if (kGeneral && !keys.is_whole(num_items - 1 - item)) {
+      if (kMayHaveMask && !keys.is_whole(num_items - 1 - item)) {
         load_visible(bits, pairs, warp_m, n_start);
         fill_unset(ds, bits, 0);
       }
@@ -182,7 +186,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       if (row >= seqlen_q) continue;
       // In a row that sees no key, others of its tile may have left 0 * NaN.
       const bool seeing = mask.first_key(row) <= mask.last_key(row) &&
-                          (!kGeneral || params.lse_log2[stats_row + accumulator_row(mt, h)] != INFINITY);
+                          (!kMayHaveMask || params.lse_log2[stats_row + accumulator_row(mt, h)] != INFINITY);
       Element* gDq = static_cast<Element*>(params.dq) + ((q_row0 + row) * num_heads + head) * head_dim;
       for_each_run<Arithmetic>(dq, mt, h, [&](int column, const auto& values) {
         store_run<Arithmetic>(gDq, column, head_dim, seeing, arguments.logit.scale, values);
@@ -191,9 +195,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   }
 }
 
-template <class Arithmetic, int kHeadDim, bool kGeneral>
+template <class Config>
 Status launch_backward_dq(const BackwardParams& params, const LaunchContext& context) {
-  using Config = BackwardDqConfig<Arithmetic, kHeadDim>;
   using Element = typename Config::Element;
   const BackwardDqArguments arguments{params,
                                       LogitScale(params),
@@ -202,19 +205,19 @@ Status launch_backward_dq(const BackwardParams& params, const LaunchContext& con
                                       head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
                                       head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
                                       head_rows<Element>(params.dout, params.num_heads, params.head_dim_v)};
-  if (const Status status = launch_lists(params, Config::template Keys<kGeneral>::shape(), context);
-      status.failed()) {
+  if (const Status status = launch_lists(params, Config::Keys::shape(), context); status.failed()) {
     return status;
   }
   const int64_t blocks = ceil_div(params.seqlen_q, Config::kBlockM) * params.num_heads * params.batch;
-  return launch(backward_dq_kernel<Arithmetic, kHeadDim, kGeneral>, blocks, Config::kThreads,
-                Config::kSharedBytes, context, arguments);
+  return launch(backward_dq_kernel<Config>, blocks, Config::kThreads, Config::kSharedBytes, context,
+                arguments);
 }
 
 template <class Arithmetic, int kHeadDim>
 Status backward_dq(const BackwardParams& params, const LaunchContext& context) {
-  return has_pair_options(params) ? launch_backward_dq<Arithmetic, kHeadDim, true>(params, context)
-                                  : launch_backward_dq<Arithmetic, kHeadDim, false>(params, context);
+  return has_pair_options(params)
+             ? launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, kAnyPairsUnstaged>>(params, context)
+             : launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, kNoPairs>>(params, context);
 }
 
 }  // namespace jax_flash::cuda::sm80

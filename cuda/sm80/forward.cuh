@@ -33,8 +33,11 @@ struct ForwardArguments {
   HeadRows q, k, v;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv]
 };
 
-template <class Arithmetic, int kHeadDim>
+template <class Arithmetic_, int kHeadDim_, PairPolicy kPolicy_>
 struct ForwardConfig {
+  using Arithmetic = Arithmetic_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr PairPolicy kPolicy = kPolicy_;
   using Element = typename Arithmetic::Element;
   static constexpr ForwardTile kTile = forward_tile(sizeof(Element), kHeadDim);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
@@ -44,17 +47,19 @@ struct ForwardConfig {
   using QTile = SharedTile<Arithmetic, kBlockM, kHeadDim, /*kRounded=*/true>;
   using KvTile = SharedTile<Arithmetic, kBlockN, kHeadDim>;
   static constexpr int kSharedBytes = QTile::kBytes + kStages * KvTile::kBytes;
-  template <bool kGeneral>
-  using Keys = BlockList<kGeneral, /*kOfQueries=*/true, kBlockM, kBlockN>;
+  using Keys = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/true, kBlockM, kBlockN>;
 };
 
-template <class Arithmetic, int kHeadDim, bool kGeneral, class Config = ForwardConfig<Arithmetic, kHeadDim>>
+template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     forward_kernel(const __grid_constant__ ForwardArguments arguments) {
+  using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
   using Products = std::conditional_t<std::is_same_v<Arithmetic, tf32x3>, tf32x3_infinity, Arithmetic>;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
+  constexpr bool kMayHaveMask = Config::kPolicy.may_have_mask(), kMayHaveOthers = Config::kPolicy.others;
+  constexpr int kHeadDim = Config::kHeadDim;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kStages = Config::kStages;
   constexpr int kThreads = Config::kThreads, kWarpRows = Config::kWarpRows;
   constexpr int kMTiles = kWarpRows / 16, kNTiles = kBlockN / 8, kOutTiles = kHeadDim / 8;
@@ -73,7 +78,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int m_last = min(m_start + kBlockM, mask.q_length) - 1;
   const int n_begin = m_last < m_start ? 0 : mask.first_key(m_start) / kBlockN;
   const int n_end = m_last < m_start ? 0 : (mask.last_key(m_last) + kBlockN) / kBlockN;
-  const typename Config::template Keys<kGeneral> keys(params, batch, head, m_start, n_begin, n_end);
+  const typename Config::Keys keys(params, batch, head, m_start, n_begin, n_end);
   const Pairs<false> pairs{params, arguments.pairs, batch, head};
 
   extern __shared__ __align__(128) uint8_t shared[];
@@ -95,7 +100,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     if (item < num_items) {
       const int row = block_start(item / 2);
       loader.load(sKv(item % kStages), row, mask.kv_length);
-      loader.move_rows(kGeneral ? (item + 2 < num_items ? block_start(item / 2 + 1) - row : 0) : -kBlockN);
+      loader.move_rows(kMayHaveMask ? (item + 2 < num_items ? block_start(item / 2 + 1) - row : 0)
+                                    : -kBlockN);
     }
     ptx::copy_async_commit();  // an empty group keeps the count
   };
@@ -139,20 +145,22 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
                                                           KMajorB<Products, KvTile>(sKv(item % kStages), 0));
 
       // ---- Mask, softmax ----
-      if constexpr (kGeneral) {
+      if constexpr (kMayHaveOthers) {
         transform_scores(scores, pairs, arguments.logit, warp_m, n_start);
+      } else {
+        transform_scores(scores, arguments.logit);
+      }
+      if constexpr (kMayHaveMask) {
         if (!keys.is_whole(keys.count - 1 - item / 2)) {
           PairBits<kNTiles> visible[kMTiles];
           load_visible(visible, pairs, warp_m, n_start);
           fill_unset(scores, visible, -INFINITY);
         }
-      } else {
-        transform_scores(scores, arguments.logit);
       }
       if (!mask.covers(warp_m, kWarpRows, n_start, kBlockN))
         fill_hidden(scores, mask, warp_m, n_start, -INFINITY);
       softmax.update(scores, out, arguments.logit.scale_log2);
-      if constexpr (kGeneral) {
+      if constexpr (kMayHaveOthers) {
         if (pairs.has_dropout()) {
           PairBits<kNTiles> kept[kMTiles];
           draw_kept(kept, pairs, warp_m, n_start);
@@ -177,7 +185,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   Element* gOut = static_cast<Element*>(params.out) + q_row0 * head_dim_v;
   float* gLse = static_cast<float*>(params.lse) + q_row0;
   const float sink = sink_log2(params, batch, head);
-  const float kept_factor = kGeneral ? arguments.pairs.kept_factor : 1;
+  const float kept_factor = kMayHaveOthers ? arguments.pairs.kept_factor : 1;
 #pragma unroll
   for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
@@ -196,9 +204,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   }
 }
 
-template <class Arithmetic, int kHeadDim, bool kGeneral>
+template <class Config>
 Status launch_forward(const ForwardParams& params, const LaunchContext& context) {
-  using Config = ForwardConfig<Arithmetic, kHeadDim>;
   using Element = typename Config::Element;
   const ForwardArguments arguments{params,
                                    LogitScale(params),
@@ -206,19 +213,18 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
                                    head_rows<Element>(params.q, params.num_heads, params.head_dim),
                                    head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
                                    head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v)};
-  if (const Status status = launch_lists(params, Config::template Keys<kGeneral>::shape(), context);
-      status.failed()) {
+  if (const Status status = launch_lists(params, Config::Keys::shape(), context); status.failed()) {
     return status;
   }
   const int64_t blocks = ceil_div(params.seqlen_q, Config::kBlockM) * params.num_heads * params.batch;
-  return launch(forward_kernel<Arithmetic, kHeadDim, kGeneral>, blocks, Config::kThreads,
-                Config::kSharedBytes, context, arguments);
+  return launch(forward_kernel<Config>, blocks, Config::kThreads, Config::kSharedBytes, context, arguments);
 }
 
 template <class Arithmetic, int kHeadDim>
 Status forward(const ForwardParams& params, const LaunchContext& context) {
-  return has_pair_options(params) ? launch_forward<Arithmetic, kHeadDim, true>(params, context)
-                                  : launch_forward<Arithmetic, kHeadDim, false>(params, context);
+  return has_pair_options(params)
+             ? launch_forward<ForwardConfig<Arithmetic, kHeadDim, kAnyPairsUnstaged>>(params, context)
+             : launch_forward<ForwardConfig<Arithmetic, kHeadDim, kNoPairs>>(params, context);
 }
 
 }  // namespace jax_flash::cuda::sm80

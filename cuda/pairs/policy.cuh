@@ -16,11 +16,11 @@ struct PairPolicy {
   Presence staged_bias;  // a 16-bit bias that comes through shared memory
   bool others;           // any other bias, ALiBi, an array of scales, soft cap, dropout
 
-  constexpr bool may_have_mask() const { return mask != Presence::kNever; }
-  constexpr bool may_stage_bias() const { return staged_bias != Presence::kNever; }
+  __host__ __device__ constexpr bool may_have_mask() const { return mask != Presence::kNever; }
+  __host__ __device__ constexpr bool may_stage_bias() const { return staged_bias != Presence::kNever; }
 
   // Is this the general form, with anything but a positive scale between scores and probabilities?
-  constexpr bool is_general() const { return may_have_mask() || may_stage_bias() || others; }
+  __host__ __device__ constexpr bool is_general() const { return may_have_mask() || may_stage_bias() || others; }
 };
 
 inline constexpr PairPolicy kNoPairs{Presence::kNever, Presence::kNever, false};
@@ -43,7 +43,7 @@ inline constexpr PairLoop kAnyLoop{Use::kMaybe, Use::kMaybe, true};
 
 // Is an option present? `asked` counts only where that is open at compile time.
 template <Presence kPresence>
-constexpr bool is_present(bool asked) {
+__host__ __device__ constexpr bool is_present(bool asked) {
   return kPresence == Presence::kMaybe ? asked : kPresence == Presence::kAlways;
 }
 
