@@ -108,7 +108,7 @@ struct ForwardTile {
   int stages;       // buffers of block_n keys, and as many of values
   int q_stages;     // buffers of queries; with two, the next tile begins while this one ends
   int out_columns;  // of out's buffer; 0: out takes the place of the queries
-  bool turns;       // do consumers issue products in turn?
+  bool ping_pong;   // do consumers issue products in turn?
 };
 
 // Registers bound these: 64 rows of out and scores take (head_dim + block_n) / 2 of a thread's 232 (2
@@ -128,8 +128,11 @@ constexpr ForwardTile forward_tile(int head_dim, bool is_long) {
   return {2, 64, 2, 1, 128, true};                     // 224 KB
 }
 
-// With anything but a scale between scores and softmax: blocks of 64 keys, as lists of visible blocks have
-// them, and up to head dim 192 room for the bias, 2 KB a warp.
+// Is there room in shared memory to stage a bias, 2 KB a warp?
+constexpr bool forward_stages_bias(int head_dim) { return head_dim <= 192; }
+
+// With anything but a scale between scores and softmax: blocks of 64 keys, as in lists of visible blocks, and
+// room for the bias where forward_stages_bias.
 constexpr ForwardTile general_forward_tile(int head_dim) {
   if (head_dim <= 64) return {3, 64, 4, 2, 64, true};  // 160 KB
   if (head_dim <= 128) return {3, 64, 3, 2, 0, true};  // 216 KB

@@ -53,8 +53,6 @@ struct BiasSource {
   int query, key;
 };
 
-using PieceSource = BiasSource;
-
 template <int kColumns, class Pairs>
 __device__ __forceinline__ BiasSource bias_source(const Pairs& pairs, int row0) {
   constexpr bool kTransposed = Pairs::kTransposed;

@@ -59,28 +59,7 @@ struct Pairs {
       : Pairs(params, options, PairHead<kTransposed>(params, batch, head)) {}
 
   __device__ __forceinline__ bool has_mask() const { return params.mask.data || params.query_segment_ids; }
-  __device__ __forceinline__ bool has_dropout() const { return options.may_drop; }
-
-  // The names that cuda/sm90 uses.
-  __device__ __forceinline__ bool may_hide() const { return has_mask(); }
-  __device__ __forceinline__ bool may_drop() const { return has_dropout(); }
-  template <int kColumns>
-  __device__ __forceinline__ auto piece_source(int row0) const {
-    return bias_source<kColumns>(*this, row0);
-  }
-  template <class Buffer, class... From>
-  __device__ __forceinline__ void start_pieces(const Buffer& buffer, const From&... from) const {
-    start_bias_copy(buffer, *this, from...);
-  }
-  template <class Scores, class Buffer, class Logit>
-  __device__ __forceinline__ void add_pieces(Scores& scores, const Buffer& buffer, const Logit& logit) const {
-    add_staged_bias(scores, *this, buffer, logit);
-  }
-  template <class Scores, class Logit>
-  __device__ __forceinline__ void transform(Scores& scores, bool is_added, const Logit& logit, int row0,
-                                            int column0) const {
-    transform_scores(scores, *this, is_added, logit, row0, column0);
-  }
+  __device__ __forceinline__ bool has_dropout() const { return options.has_dropout; }
 
   // Rows and columns of the whole matrix of scores.
   __device__ __forceinline__ int row_limit() const {

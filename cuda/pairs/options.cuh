@@ -15,7 +15,7 @@ namespace jax_flash::cuda {
 
 // How the bias is read: staged through shared memory, in pieces of 16 bytes, by kernels that have room for
 // it; two neighbouring columns of 16 bits at once; or one element at a time.
-enum class BiasFormat { kNone, kStaged, kPieces = kStaged, kTwo16Bit, kOne16Bit, kOne32Bit };
+enum class BiasFormat { kNone, kStaged, kTwo16Bit, kOne16Bit, kOne32Bit };
 
 inline bool has_pair_options(const AttentionParams& params) {
   return params.bias || params.mask || params.query_segment_ids || params.alibi_slopes ||
@@ -29,9 +29,9 @@ inline bool is_general(const AttentionParams& params) {
 
 struct PairOptions {
   BiasFormat bias_format;
-  bool only_lists, only_pieces;  // may the loops kMaskOnly, kStagedBiasOnly (policy.cuh) serve this call?
-  bool is_half;                  // is the bias float16, or else bfloat16?
-  bool has_alibi, may_drop;
+  bool mask_only, staged_bias_only;  // may the loops kMaskOnly, kStagedBiasOnly (policy.cuh) serve this call?
+  bool is_half;                      // is the bias float16, or else bfloat16?
+  bool has_alibi, has_dropout;
   uint32_t drop_threshold;
   float kept_factor;  // 1 / (1 - dropout_rate), by which kept probabilities are multiplied
 
@@ -46,11 +46,11 @@ struct PairOptions {
                                                   : BiasFormat::kOne16Bit;
     const LogitScale::Transform transform = LogitScale(params).transform;
     const bool has_mask = params.mask || params.query_segment_ids;
-    only_lists = has_mask && transform == LogitScale::kNone && !params.dropout_seeds;
-    only_pieces = bias_format == BiasFormat::kStaged && transform == LogitScale::kMultiply && !has_mask &&
-                  !params.dropout_seeds;
+    mask_only = has_mask && transform == LogitScale::kNone && !params.dropout_seeds;
+    staged_bias_only = bias_format == BiasFormat::kStaged && transform == LogitScale::kMultiply &&
+                       !has_mask && !params.dropout_seeds;
     has_alibi = params.alibi_slopes;
-    may_drop = params.dropout_seeds;
+    has_dropout = params.dropout_seeds;
     drop_threshold = Dropout::threshold_of(params.options.dropout_rate);
     kept_factor = static_cast<float>(1 / (1 - params.options.dropout_rate));
   }

@@ -20,7 +20,9 @@ struct PairPolicy {
   __host__ __device__ constexpr bool may_stage_bias() const { return staged_bias != Presence::kNever; }
 
   // Is this the general form, with anything but a positive scale between scores and probabilities?
-  __host__ __device__ constexpr bool is_general() const { return may_have_mask() || may_stage_bias() || others; }
+  __host__ __device__ constexpr bool is_general() const {
+    return may_have_mask() || may_stage_bias() || others;
+  }
 };
 
 inline constexpr PairPolicy kNoPairs{Presence::kNever, Presence::kNever, false};
@@ -30,21 +32,11 @@ inline constexpr PairPolicy kAnyPairs{Presence::kMaybe, Presence::kMaybe, true};
 // In kernels without shared memory to stage a bias in, which read every bias in place.
 inline constexpr PairPolicy kAnyPairsUnstaged{Presence::kMaybe, Presence::kNever, true};
 
-// The names that cuda/sm90 uses.
-using Use = Presence;
-struct PairLoop {
-  Use lists, pieces;
-  bool others;
-};
-inline constexpr PairLoop kPlainLoop{Use::kNever, Use::kNever, false};
-inline constexpr PairLoop kListsLoop{Use::kAlways, Use::kNever, false};
-inline constexpr PairLoop kPiecesLoop{Use::kNever, Use::kAlways, false};
-inline constexpr PairLoop kAnyLoop{Use::kMaybe, Use::kMaybe, true};
-
-// Is an option present? `asked` counts only where that is open at compile time.
-template <Presence kPresence>
-__host__ __device__ constexpr bool is_present(bool asked) {
-  return kPresence == Presence::kMaybe ? asked : kPresence == Presence::kAlways;
+// Is an option present? Asks only where that is open at compile time.
+template <Presence kPresence, class F>
+__device__ __forceinline__ bool is_present(F ask) {
+  if constexpr (kPresence == Presence::kMaybe) return ask();
+  return kPresence == Presence::kAlways;
 }
 
 }  // namespace jax_flash::cuda

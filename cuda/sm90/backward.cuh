@@ -101,18 +101,18 @@ struct BackwardArguments {
   int group;  // query heads of a key head
 };
 
-template <class Arithmetic_, int kHeadDim_, bool kGeneral_, bool kWithDq_>
+template <class Arithmetic_, int kHeadDim_, PairPolicy kPolicy_, bool kWithDq_>
 struct BackwardConfig {
   using Arithmetic = Arithmetic_;
   using Element = typename Arithmetic::Element;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kGeneral = kGeneral_;  // with what pairs.cuh and transform_scores do
-  static constexpr bool kWithDq = kWithDq_;    // or dk and dv only
-  static constexpr BackwardTile kTile = backward_tile(kHeadDim, kGeneral);
+  static constexpr PairPolicy kPolicy = kPolicy_;  // the pair options that the kernel handles
+  static constexpr bool kWithDq = kWithDq_;        // or dk and dv only
+  static constexpr BackwardTile kTile = backward_tile(kHeadDim, kPolicy.is_general());
   static constexpr int kBlockM = kTile.block_m, kStages = kTile.stages, kKvStages = kTile.kv_stages;
   static constexpr bool kByKeys = kHeadDim <= 128;  // does a consumer own 64 keys, or half of the columns?
   static constexpr int kBlockN = kByKeys ? 128 : 64;
-  using Queries = BlockList<kGeneral, /*kOfQueries=*/false, kBlockN, kBlockM>;
+  using Queries = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/false, kBlockN, kBlockM>;
   static constexpr int kQueries = kByKeys ? kBlockM : kBlockM / 2;    // of a consumer's scores
   static constexpr int kColumns = kByKeys ? kHeadDim : kHeadDim / 2;  // of a consumer's dk and dv
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
@@ -142,9 +142,9 @@ struct BackwardConfig {
   static constexpr int kDs = kDout + kStages * kQBytes, kP = kDs + kDsStages * kDsBytes;
   static constexpr int kDq = kP + kPStages * kDsBytes;
   using WarpBias = BiasBuffer</*kTransposed=*/true, kQueries>;
-  static constexpr bool kBiasBuffer = kGeneral && kByKeys;
+  static_assert(kByKeys || !kPolicy.may_stage_bias());
   static constexpr int kBias = kDq + 4 * kConsumers * kDqWarpBytes;
-  static constexpr int kLse = kBias + (kBiasBuffer ? 4 * kConsumers * WarpBias::kBytes : 0),
+  static constexpr int kLse = kBias + (kPolicy.may_stage_bias() ? 4 * kConsumers * WarpBias::kBytes : 0),
                        kDelta = kLse + kStages * kBlockM * 4;
   static constexpr int kBarriers = kDelta + kStages * kBlockM * 4,
                        kNumBarriers = 4 * kStages + 3 * kKvStages + 2;
@@ -224,7 +224,7 @@ struct BackwardTileWork {
     m_blocks = last_query < m_begin ? 0 : (last_query - m_begin) / Config::kBlockM + 1;
     const int group = static_cast<int>(params.num_heads) / static_cast<int>(params.num_kv_heads);
     all_blocks = m_blocks * group;
-    if constexpr (Config::kGeneral) {
+    if constexpr (Config::Queries::kMayBeListed) {
       all_blocks = 0;
 #pragma unroll 1
       for (int i = 0; i < group; ++i) all_blocks += queries(params, kv_head * group + i).count;
@@ -408,7 +408,7 @@ struct BackwardConsumer {
 #pragma unroll 1
       for (int i = 0; i < queries.count; ++i) {
         const int m_start = queries.start(i);
-        if (has_pieces() && i == 0) start_bias(pairs, work.n_start, m_start);
+        if (has_staged_bias() && i == 0) start_bias(pairs, work.n_start, m_start);
         // With 64 keys for both consumers, each has half of the queries of the block.
         const bool is_whole = !queries.is_listed() || queries.entry(i).is_whole(kByKeys ? consumer : 0);
         block(work, pairs, head, m_start, i + 1 < queries.count ? queries.start(i + 1) : -1, is_whole);
@@ -428,14 +428,15 @@ struct BackwardConsumer {
 
   // ---- One block of queries ----
 
-  __device__ __forceinline__ bool has_pieces() const {
-    return Config::kBiasBuffer && arguments.pairs.bias_format == BiasFormat::kPieces;
+  __device__ __forceinline__ bool has_staged_bias() const {
+    return is_present<Config::kPolicy.staged_bias>(
+        [&] { return arguments.pairs.bias_format == BiasFormat::kStaged; });
   }
 
   // Begins to copy the bias of the block of queries that begins at m_start.
   __device__ __forceinline__ void start_bias(const Pairs<true>& pairs, int n_start, int m_start) {
-    if constexpr (Config::kBiasBuffer) {
-      pairs.start_pieces(shared.bias(4 * consumer + warp), n_start + warp_row(), m_start + query_row());
+    if constexpr (Config::kPolicy.may_stage_bias()) {
+      start_bias_copy(shared.bias(4 * consumer + warp), pairs, n_start + warp_row(), m_start + query_row());
     }
   }
 
@@ -458,20 +459,22 @@ struct BackwardConsumer {
     const bool is_whole = work.mask.covers(m_start + query_row(), kQueries, work.n_start + key_row(), 64);
     const int row0 = work.n_start + warp_row(), column0 = m_start + query_row();
     PairBits<kQueries / 8> visible[1]{{~0u}}, kept[1]{{~0u}};
-    if constexpr (Config::kGeneral) {
+    if constexpr (Config::kPolicy.may_have_mask()) {
       if (!is_listed_whole) load_visible(visible, pairs, row0, column0);
-      if (pairs.may_drop()) draw_kept(kept, pairs, row0, column0);
+    }
+    if constexpr (Config::kPolicy.others) {
+      if (pairs.has_dropout()) draw_kept(kept, pairs, row0, column0);
     }
     ptx::wgmma_wait<1>();
     ptx::keep_in_place(scores[0]);
-    if constexpr (Config::kGeneral) {
-      if constexpr (Config::kBiasBuffer) {
-        if (has_pieces()) {
-          pairs.add_pieces(scores[0], shared.bias(4 * consumer + warp), arguments.logit);
+    if constexpr (Config::kPolicy.is_general()) {
+      if constexpr (Config::kPolicy.may_stage_bias()) {
+        if (has_staged_bias()) {
+          add_staged_bias(scores[0], pairs, shared.bias(4 * consumer + warp), arguments.logit);
           if (next_m_start >= 0) start_bias(pairs, work.n_start, next_m_start);
         }
       }
-      pairs.transform(scores[0], has_pieces(), arguments.logit, row0, column0);
+      transform_scores(scores[0], pairs, has_staged_bias(), arguments.logit, row0, column0);
     } else {
 #pragma unroll
       for (int nt = 0; nt < kQueries / 8; ++nt) exponentiate(scores[0][nt], nt, stage);
@@ -489,7 +492,8 @@ struct BackwardConsumer {
     for (int nt = 0; nt < kQueries / 8; ++nt) {
       float (&tile)[4] = scores[0][nt];
       float slope[4];
-      if constexpr (Config::kGeneral) {  // only now: a register for each slope is more than there are
+      if constexpr (Config::kPolicy
+                        .is_general()) {  // only now: a register for each slope is more than there are
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           slope[i] = arguments.logit.transform == LogitScale::kSoftCap ? soft_cap_slope(tile[i]) : 1;
@@ -511,9 +515,9 @@ struct BackwardConsumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& x = ds[0][nt][i];
-        if constexpr (Config::kGeneral) x = kept[0].test(nt, i) ? x * arguments.pairs.kept_factor : 0;
+        if constexpr (Config::kPolicy.others) x = kept[0].test(nt, i) ? x * arguments.pairs.kept_factor : 0;
         x = tile[i] * (x - delta[i % 2]);
-        if constexpr (Config::kGeneral) x *= slope[i];
+        if constexpr (Config::kPolicy.others) x *= slope[i];
       }
       make_operand<Arithmetic>(ds[0][nt], nt, ds_operand);
     }
@@ -682,7 +686,7 @@ struct BackwardConsumer {
     if (Config::kWithDq && ptx::elect_one()) ptx::tensor_store_wait_read();  // dq has left its buffer
     __syncwarp();
     store_rows<Arithmetic>(dk, {arguments.logit.scale, arguments.logit.scale}, sDk, Config::kOutPitch);
-    const float kept_factor = Config::kGeneral ? arguments.pairs.kept_factor : 1;
+    const float kept_factor = Config::kPolicy.others ? arguments.pairs.kept_factor : 1;
     store_rows<Arithmetic>(dv, {kept_factor, kept_factor}, sDv, Config::kOutPitch);
     ptx::async_proxy_fence();
     __syncwarp();
@@ -785,9 +789,10 @@ Status backward(const BackwardParams& params, const LaunchContext& context) {
   using Element = typename Arithmetic::Element;
   if (!is_served(params, context)) return Status::not_served();
   auto launch_form = [&]<bool kWithDq>() {
+    constexpr PairPolicy kGeneral = kHeadDim <= 128 ? kAnyPairs : kAnyPairsUnstaged;
     return is_general(params)
-               ? launch_backward<BackwardConfig<Arithmetic, kHeadDim, true, kWithDq>>(params, context)
-               : launch_backward<BackwardConfig<Arithmetic, kHeadDim, false, kWithDq>>(params, context);
+               ? launch_backward<BackwardConfig<Arithmetic, kHeadDim, kGeneral, kWithDq>>(params, context)
+               : launch_backward<BackwardConfig<Arithmetic, kHeadDim, kNoPairs, kWithDq>>(params, context);
   };
   Status status;
   if constexpr (!backward_is_split(kHeadDim)) {

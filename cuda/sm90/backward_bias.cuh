@@ -21,6 +21,7 @@
 #include "delta.cuh"
 #include "launch.h"
 #include "mask.cuh"
+#include "masking.cuh"
 #include "pairs.cuh"
 #include "params.h"
 #include "ptx/barrier.h"
@@ -55,6 +56,7 @@ struct BackwardBiasConfig {
   using Arithmetic = Arithmetic_;
   using Element = typename Arithmetic::Element;
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr PairPolicy kPolicy = kAnyPairs;
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
   static constexpr int kBlockM = 64 * kConsumers, kBlockN = 128, kPartN = 64, kParts = kBlockN / kPartN;
   static constexpr int kStages = 2;  // buffers of queries and dout, and of keys and values
@@ -177,20 +179,20 @@ struct BackwardBiasConsumer {
       : arguments(arguments), shared(shared), consumer(consumer) {}
 
   __device__ __forceinline__ void run(const Tile& tile) {
-    if (arguments.pairs.only_pieces) {
-      run<kPiecesLoop>(tile);
+    if (arguments.pairs.staged_bias_only) {
+      run<kStagedBiasOnly>(tile);
     } else {
-      run<kAnyLoop>(tile);
+      run<Config::kPolicy>(tile);
     }
   }
 
  private:
-  template <PairLoop kLoop>
+  template <PairPolicy kPolicy>
   __device__ __forceinline__ void run(const Tile& tile) {
 #pragma unroll
     for (Scores& part : sums) clear(part);
     Item item = tile.first();
-    if (tile.exists(item)) start_bias<kLoop>(tile, item, 0);
+    if (tile.exists(item)) start_bias<kPolicy>(tile, item, 0);
     Stats stats = load_stats(tile, item);
 #pragma unroll 1
     while (tile.exists(item)) {
@@ -200,8 +202,8 @@ struct BackwardBiasConsumer {
 #pragma unroll
       for (int part = 0; part < Config::kParts; ++part) {
         const bool is_last = part + 1 == Config::kParts;
-        add_part<kLoop>(tile, item, stats, part, sums[part], is_last ? next_item : item,
-                        is_last ? 0 : part + 1);
+        add_part<kPolicy>(tile, item, stats, part, sums[part], is_last ? next_item : item,
+                          is_last ? 0 : part + 1);
       }
       q_ring.release_by_warpgroup();
       q_ring.advance();
@@ -214,16 +216,17 @@ struct BackwardBiasConsumer {
   __device__ __forceinline__ Pairs<false> pairs(const Item& item) const {
     return {arguments.params, arguments.pairs, item.batch, item.head};
   }
-  template <PairLoop kLoop>
-  __device__ __forceinline__ bool has_pieces() const {
-    return kLoop.pieces == Use::kAlways || arguments.pairs.bias_format == BiasFormat::kPieces;
+  template <PairPolicy kPolicy>
+  __device__ __forceinline__ bool has_staged_bias() const {
+    return is_present<kPolicy.staged_bias>(
+        [&] { return arguments.pairs.bias_format == BiasFormat::kStaged; });
   }
 
-  template <PairLoop kLoop>
+  template <PairPolicy kPolicy>
   __device__ __forceinline__ void start_bias(const Tile& tile, const Item& item, int part) {
-    if (has_pieces<kLoop>()) {
-      pairs(item).start_pieces(shared.bias(4 * consumer + warp), tile.m_start + warp_row,
-                               tile.n_start + part * kPartN);
+    if (has_staged_bias<kPolicy>()) {
+      start_bias_copy(shared.bias(4 * consumer + warp), pairs(item), tile.m_start + warp_row,
+                      tile.n_start + part * kPartN);
     }
   }
 
@@ -242,7 +245,7 @@ struct BackwardBiasConsumer {
   }
 
   // Adds ds of one item and one part of the keys; begins to copy the bias of the next one.
-  template <PairLoop kLoop>
+  template <PairPolicy kPolicy>
   __device__ __forceinline__ void add_part(const Tile& tile, const Item& item, const Stats& stats, int part,
                                            Scores& sum, const Item& next_item, int next_part) {
     const auto kv = kv_ring.uniform();
@@ -259,29 +262,29 @@ struct BackwardBiasConsumer {
     // ---- p = exp(q k^T - lse), and for the soft cap p (1 - tanh^2) ----
     const Pairs<false> pairs = this->pairs(item);
     PairBits<kPartN / 8> visible[1]{}, kept[1]{};
-    const bool may_hide = kLoop.lists != Use::kNever && pairs.may_hide();
-    const bool may_drop = kLoop.others && pairs.may_drop();
-    if (may_hide) load_visible(visible, pairs, row0, column0);
-    if (may_drop) draw_kept(kept, pairs, row0, column0);
+    const bool has_mask = kPolicy.mask != Presence::kNever && pairs.has_mask();
+    const bool has_dropout = kPolicy.others && pairs.has_dropout();
+    if (has_mask) load_visible(visible, pairs, row0, column0);
+    if (has_dropout) draw_kept(kept, pairs, row0, column0);
     const Mask mask(arguments.params, item.batch);
     const bool is_whole = mask.covers(row0, 16, column0, kPartN);
     ptx::wgmma_wait<1>();
     ptx::keep_in_place(scores[0]);
     const LogitScale& logit = arguments.logit;
-    if (has_pieces<kLoop>()) {
-      pairs.add_pieces(scores[0], shared.bias(4 * consumer + warp), logit);
-      if (tile.exists(next_item)) start_bias<kLoop>(tile, next_item, next_part);
+    if (has_staged_bias<kPolicy>()) {
+      add_staged_bias(scores[0], pairs, shared.bias(4 * consumer + warp), logit);
+      if (tile.exists(next_item)) start_bias<kPolicy>(tile, next_item, next_part);
     }
-    if constexpr (kLoop.others) {
-      pairs.transform(scores[0], has_pieces<kLoop>(), logit, row0, column0);
+    if constexpr (kPolicy.others) {
+      transform_scores(scores[0], pairs, has_staged_bias<kPolicy>(), logit, row0, column0);
     }
     for_each_accumulator(scores, [&](int, int h, int nt, int c) {
       float& x = scores[0][nt][2 * h + c];
       const float p = ptx::exp2_approx(fmaf(x, logit.scale_log2, -stats.lse_log2[h]));
-      x = kLoop.others && logit.transform == LogitScale::kSoftCap ? p * soft_cap_slope(x) : p;
+      x = kPolicy.others && logit.transform == LogitScale::kSoftCap ? p * soft_cap_slope(x) : p;
     });
     if (!is_whole) fill_hidden(scores, mask, row0, column0, 0);
-    if (may_hide) fill_unset(scores, visible, 0);
+    if (has_mask) fill_unset(scores, visible, 0);
 
     // ---- sums += ds = p * (dout v^T - delta) ----
     ptx::wgmma_wait<0>();
@@ -291,7 +294,7 @@ struct BackwardBiasConsumer {
     for_each_accumulator(ds, [&](int, int h, int nt, int c) {
       const int i = 2 * h + c;
       float x = ds[0][nt][i];
-      if (may_drop) x = kept[0].test(nt, i) ? x * arguments.pairs.kept_factor : 0;
+      if (has_dropout) x = kept[0].test(nt, i) ? x * arguments.pairs.kept_factor : 0;
       sum[0][nt][i] = fmaf(scores[0][nt][i], x - stats.delta[h], sum[0][nt][i]);
     });
   }

@@ -14,6 +14,7 @@
 #include "delta.cuh"
 #include "launch.h"
 #include "mask.cuh"
+#include "masking.cuh"
 #include "pairs.cuh"
 #include "params.h"
 #include "ptx/barrier.h"
@@ -44,16 +45,16 @@ struct BackwardDqArguments {
   PairOptions pairs;
 };
 
-template <class Arithmetic_, int kHeadDim_, bool kGeneral_>
+template <class Arithmetic_, int kHeadDim_, PairPolicy kPolicy_>
 struct BackwardDqConfig {
   using Arithmetic = Arithmetic_;
   using Element = typename Arithmetic::Element;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kGeneral = kGeneral_;  // with what pairs.cuh and transform_scores do
-  static constexpr BackwardDqTile kTile = backward_dq_tile(kHeadDim, kGeneral);
+  static constexpr PairPolicy kPolicy = kPolicy_;  // the pair options that the kernel handles
+  static constexpr BackwardDqTile kTile = backward_dq_tile(kHeadDim, kPolicy.is_general());
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
   static constexpr int kBlockM = 64 * kConsumers, kBlockN = kTile.block_n, kStages = kTile.stages;
-  using Keys = BlockList<kGeneral, /*kOfQueries=*/true, kBlockM, kBlockN>;
+  using Keys = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/true, kBlockM, kBlockN>;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
   // Shared memory: tiles of kChunks times [rows, 64] elements, swizzled.
@@ -227,20 +228,22 @@ struct BackwardDqConsumer {
     const int row0 = work.m_start + warp_row, column0 = work.keys.start(n);
     const Pairs<false> pairs{arguments.params, arguments.pairs, work.batch, work.head};
     PairBits<kBlockN / 8> visible[1]{}, kept[1]{};
-    if constexpr (Config::kGeneral) {
+    if constexpr (Config::kPolicy.may_have_mask()) {
       if (!work.keys.is_whole(n)) load_visible(visible, pairs, row0, column0);
-      if (pairs.may_drop()) draw_kept(kept, pairs, row0, column0);
+    }
+    if constexpr (Config::kPolicy.others) {
+      if (pairs.has_dropout()) draw_kept(kept, pairs, row0, column0);
     }
     ptx::wgmma_wait<1>();
     ptx::keep_in_place(scores[0]);
     const LogitScale& logit = arguments.logit;
-    if constexpr (Config::kGeneral) transform_scores(scores, pairs, logit, row0, column0);
+    if constexpr (Config::kPolicy.others) transform_scores(scores, pairs, logit, row0, column0);
     for_each_accumulator(scores, [&](int, int h, int nt, int c) {
       float& x = scores[0][nt][2 * h + c];
       const float p = ptx::exp2_approx(fmaf(x, logit.scale_log2, -lse_log2[h]));
-      x = Config::kGeneral && logit.transform == LogitScale::kSoftCap ? p * soft_cap_slope(x) : p;
+      x = Config::kPolicy.others && logit.transform == LogitScale::kSoftCap ? p * soft_cap_slope(x) : p;
     });
-    if constexpr (Config::kGeneral) {
+    if constexpr (Config::kPolicy.may_have_mask()) {
       if (!work.mask.covers(row0, 16, column0, kBlockN)) fill_hidden(scores, work.mask, row0, column0, 0);
       if (!work.keys.is_whole(n)) fill_unset(scores, visible, 0);
     } else if (!work.blocks.is_whole(column0 / kBlockN)) {
@@ -257,7 +260,7 @@ struct BackwardDqConsumer {
       float (&tile)[4] = ds[0][nt];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (Config::kGeneral && pairs.may_drop()) {
+        if (Config::kPolicy.others && pairs.has_dropout()) {
           tile[i] = kept[0].test(nt, i) ? tile[i] * arguments.pairs.kept_factor : 0;
         }
         tile[i] = scores[0][nt][i] * (tile[i] - delta[i / 2]);
@@ -284,7 +287,7 @@ struct BackwardDqConsumer {
       const int row = row0 + accumulator_row(0, h);
       factor[h] = arguments.logit.scale;
       // In a row that sees no key, others of its tile may have left 0 * NaN.
-      const bool is_hidden = Config::kGeneral && lse_log2[h] == INFINITY;
+      const bool is_hidden = Config::Keys::kMayBeListed && lse_log2[h] == INFINITY;
       if (work.mask.first_key(row) <= work.mask.last_key(row) && !is_hidden) continue;
 #pragma unroll
       for (int nt = 0; nt < kHeadDim / 8; ++nt) dq[0][nt][2 * h] = dq[0][nt][2 * h + 1] = 0;
@@ -363,8 +366,8 @@ template <class Arithmetic, int kHeadDim>
 Status backward_dq(const BackwardParams& params, const LaunchContext& context) {
   if (!is_served(params, context)) return Status::not_served();
   return is_general(params)
-             ? launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, true>>(params, context)
-             : launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, false>>(params, context);
+             ? launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, kAnyPairsUnstaged>>(params, context)
+             : launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, kNoPairs>>(params, context);
 }
 
 }  // namespace jax_flash::cuda::sm90

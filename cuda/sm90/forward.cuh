@@ -18,6 +18,7 @@
 #include "arithmetic.h"
 #include "launch.h"
 #include "mask.cuh"
+#include "masking.cuh"
 #include "pairs.cuh"
 #include "params.h"
 #include "ptx/barrier.h"
@@ -50,16 +51,16 @@ struct ForwardArguments {
   Schedule schedule;
 };
 
-template <class Arithmetic_, int kHeadDim_, ForwardTile kTile_, bool kGeneral_>
+template <class Arithmetic_, int kHeadDim_, ForwardTile kTile_, PairPolicy kPolicy_>
 struct ForwardConfig {
   using Arithmetic = Arithmetic_;
   using Element = typename Arithmetic::Element;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr ForwardTile kTile = kTile_;
-  static constexpr bool kGeneral = kGeneral_;  // with what pairs.cuh and transform_scores do
+  static constexpr PairPolicy kPolicy = kPolicy_;  // the pair options that the kernel handles
   static constexpr int kConsumers = kTile.consumers, kBlockM = 64 * kConsumers, kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages, kQStages = kTile.q_stages;
-  static constexpr bool kPingPong = kTile.turns;
+  static constexpr bool kPingPong = kTile.ping_pong;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   // What the block was launched with, 168, 128 or 96 a thread, dealt out anew.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : kConsumers == 3 ? 32 : 24;
@@ -68,7 +69,7 @@ struct ForwardConfig {
   // many to rescale it is done while the next scores are formed.
   static constexpr bool kRescaleLate = kHeadDim > 128;
 
-  using Keys = BlockList<kGeneral, /*kOfQueries=*/true, kBlockM, kBlockN>;
+  using Keys = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/true, kBlockM, kBlockN>;
   using Tile = WorkTile<Keys, kConsumers>;
 
   // Shared memory: tiles of kChunks times [rows, 64] elements, swizzled.
@@ -81,8 +82,7 @@ struct ForwardConfig {
   static constexpr int kOutColumns = kOutBuffer ? std::min(kTile.out_columns, kHeadDim) : kHeadDim;
   static constexpr int kBias = kOut + kQChunkBytes * ceil_div(kTile.out_columns, kChunkColumns);
   using WarpBias = BiasBuffer</*kTransposed=*/false, kBlockN>;
-  static constexpr bool kBiasBuffer = kGeneral && kHeadDim <= 192;
-  static constexpr int kTiles = kBias + (kBiasBuffer ? 4 * kConsumers * WarpBias::kBytes : 0);
+  static constexpr int kTiles = kBias + (kPolicy.may_stage_bias() ? 4 * kConsumers * WarpBias::kBytes : 0);
   static_assert(kHeadDim % kOutColumns == 0);
   static constexpr int kTileStages = 2;
   static constexpr int kBarriers = kTiles + kTileStages * int{sizeof(Tile)};
@@ -277,14 +277,14 @@ struct ForwardLoader {
 
 // ---- A consumer: a warpgroup ----
 
-template <class Config, PairLoop kLoop>
+// kPolicy is that of the loop, which may be narrower than the kernel's.
+template <class Config, PairPolicy kPolicy>
 struct ForwardConsumer {
   using Arithmetic = typename Config::Arithmetic;
   using Tile = typename Config::Tile;
   static constexpr int kHeadDim = Config::kHeadDim, kBlockN = Config::kBlockN,
                        kConsumers = Config::kConsumers;
   static constexpr int kKvSteps = kBlockN / 16;
-  static constexpr bool kGeneral = Config::kGeneral;
 
   const ForwardArguments& arguments;
   ForwardShared<Config> shared;
@@ -302,9 +302,9 @@ struct ForwardConsumer {
   float factor[1][2];
   bool rescale = false;
   bool has_tile;
-  uint32_t sQ;         // of this consumer's rows; see q_rows
-  KeyBlocks blocks;    // that this consumer's rows see
-  PieceSource source;  // of this warp's part of the bias; only where kAlways
+  uint32_t sQ;           // of this consumer's rows; see q_rows
+  KeyBlocks blocks;      // that this consumer's rows see
+  BiasSource bias_from;  // of this warp's rows; only where every bias is staged
 
   // What depends on the single pair, of the block whose scores are being formed. General form only.
   struct {
@@ -330,7 +330,7 @@ struct ForwardConsumer {
       // The inner loop is the one that counts: it stays short enough for the instruction cache.
 #pragma unroll 1
       for (int n = blocks.end - 2; n >= blocks.begin; --n) {
-        if constexpr (!kGeneral) {
+        if constexpr (!kPolicy.is_general()) {
 #pragma unroll 1
           for (; blocks.is_whole(n); --n) next_block</*kMasked=*/false>(n);
         }
@@ -372,7 +372,7 @@ struct ForwardConsumer {
     if (uniform(tile().m_start) < 0) return false;
     const KeyBlocks rows = tile().rows[consumer];
     blocks = {uniform(rows.begin), uniform(rows.end), uniform(rows.whole_begin), uniform(rows.whole_end)};
-    if constexpr (kLoop.pieces == Use::kAlways) source = pairs().template piece_source<kBlockN>(row0());
+    if constexpr (kPolicy.staged_bias == Presence::kAlways) bias_from = bias_source<kBlockN>(pairs(), row0());
     return true;
   }
 
@@ -402,7 +402,7 @@ struct ForwardConsumer {
 
   // Where all options may be met, no uniform register is left to keep it.
   __device__ __forceinline__ uint32_t q_rows() const {
-    return kLoop.others ? uniform(shared.sQ(q_ring.stage, 64 * consumer)) : sQ;
+    return kPolicy.others ? uniform(shared.sQ(q_ring.stage, 64 * consumer)) : sQ;
   }
 
   __device__ __forceinline__ void issue_scores(float (&scores)[1][Config::kBlockN / 8][4], uint32_t sK) {
@@ -417,12 +417,11 @@ struct ForwardConsumer {
   // ---- Softmax ----
 
   __device__ __forceinline__ bool is_listed() const {
-    if constexpr (kLoop.lists == Use::kMaybe) return tile().keys.is_listed();
-    return kLoop.lists == Use::kAlways;
+    return is_present<kPolicy.mask>([&] { return tile().keys.is_listed(); });
   }
-  __device__ __forceinline__ bool has_pieces() const {
-    if constexpr (!Config::kBiasBuffer || kLoop.pieces != Use::kMaybe) return kLoop.pieces == Use::kAlways;
-    return arguments.pairs.bias_format == BiasFormat::kPieces;
+  __device__ __forceinline__ bool has_staged_bias() const {
+    return is_present<kPolicy.staged_bias>(
+        [&] { return arguments.pairs.bias_format == BiasFormat::kStaged; });
   }
   __device__ __forceinline__ typename Config::WarpBias warp_bias() const {
     return shared.bias(uniform(threadIdx.x / 32) - 4);
@@ -430,16 +429,16 @@ struct ForwardConsumer {
 
   // Begins to copy the bias of block n.
   __device__ __forceinline__ void start_bias(int n) {
-    if constexpr (kLoop.pieces == Use::kAlways) {
-      pairs().start_pieces(warp_bias(), source, n * kBlockN);
-    } else if constexpr (Config::kBiasBuffer && kLoop.pieces == Use::kMaybe) {
-      if (has_pieces()) pairs().start_pieces(warp_bias(), row0(), tile().keys.start(n));
+    if constexpr (kPolicy.staged_bias == Presence::kAlways) {
+      start_bias_copy(warp_bias(), pairs(), bias_from, n * kBlockN);
+    } else if constexpr (kPolicy.may_stage_bias()) {
+      if (has_staged_bias()) start_bias_copy(warp_bias(), pairs(), row0(), tile().keys.start(n));
     }
   }
 
   // Reads what depends on the single pair of block n, while its scores are formed.
   __device__ __forceinline__ void prepare_pairs(int n) {
-    if constexpr (kLoop.lists != Use::kNever) {
+    if constexpr (kPolicy.may_have_mask()) {
       block.entry = is_listed() ? tile().keys.entry(n) : ListEntry::whole(n);
       if (!block.entry.is_whole(consumer)) load_visible(block.visible, pairs(), row0(), first_key(n));
     }
@@ -447,22 +446,22 @@ struct ForwardConsumer {
 
   // Of block n, after prepare_pairs(n).
   __device__ __forceinline__ int first_key(int n) const {
-    return kBlockN * (kLoop.lists == Use::kNever ? n : block.entry.unit());
+    return kBlockN * (kPolicy.mask == Presence::kNever ? n : block.entry.unit());
   }
 
   // From scores of block n to probabilities; true if out must be multiplied by `factor`.
   template <bool kMasked>
   __device__ __forceinline__ bool soften(float (&scores)[1][Config::kBlockN / 8][4], int n) {
-    if constexpr (Config::kBiasBuffer && kLoop.pieces != Use::kNever) {
-      if (has_pieces()) {
-        pairs().add_pieces(scores[0], warp_bias(), arguments.logit);
+    if constexpr (kPolicy.may_stage_bias()) {
+      if (has_staged_bias()) {
+        add_staged_bias(scores[0], pairs(), warp_bias(), arguments.logit);
         if (n > blocks.begin) start_bias(n - 1);
       }
     }
-    if constexpr (kLoop.others) {
-      pairs().transform(scores[0], has_pieces(), arguments.logit, row0(), first_key(n));
+    if constexpr (kPolicy.others) {
+      transform_scores(scores[0], pairs(), has_staged_bias(), arguments.logit, row0(), first_key(n));
     }
-    if constexpr (kLoop.lists != Use::kNever) {
+    if constexpr (kPolicy.may_have_mask()) {
       if (!block.entry.is_whole(consumer)) fill_unset(scores, block.visible, -INFINITY);
     }
     if constexpr (kMasked) hide(scores, n);
@@ -474,7 +473,7 @@ struct ForwardConsumer {
   // What causality, window and lengths hide of block n.
   __device__ __forceinline__ void hide(float (&scores)[1][Config::kBlockN / 8][4], int n) {
     const int row = row0();
-    if constexpr (kLoop.lists == Use::kNever) {
+    if constexpr (!kPolicy.may_have_mask()) {
       if (n < blocks.whole_begin) fill_before(scores, tile().mask, row, n * kBlockN, -INFINITY);
       if (n >= blocks.whole_end) fill_behind(scores, tile().mask, row, n * kBlockN, -INFINITY);
     } else if (!tile().mask.covers(row, 16, first_key(n), kBlockN)) {
@@ -484,8 +483,8 @@ struct ForwardConsumer {
 
   // When p v has ended, whose operand the probabilities are.
   __device__ __forceinline__ void keep_probabilities(float (&scores)[1][Config::kBlockN / 8][4], int n) {
-    if constexpr (kLoop.others) {
-      if (arguments.pairs.may_drop) {
+    if constexpr (kPolicy.others) {
+      if (arguments.pairs.has_dropout) {
         PairBits<kBlockN / 8> kept[1];
         draw_kept(kept, pairs(), row0(), first_key(n));
         fill_unset(scores, kept, 0);
@@ -640,7 +639,7 @@ struct ForwardConsumer {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const RowEnd end = softmax.finish(0, h, sink);
-      normalizer[h] = end.normalizer * (kLoop.others ? arguments.pairs.kept_factor : 1);
+      normalizer[h] = end.normalizer * (kPolicy.others ? arguments.pairs.kept_factor : 1);
       hidden[h] = end.is_empty;
       const int row = row0 + accumulator_row(0, h);
       if (lane_id() % 4 == 0 && row < seqlen_q) {
@@ -707,15 +706,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else {
     ptx::acquire_registers<Config::kConsumerRegisters>();
     const int consumer = warpgroup - 1;
-    if constexpr (!Config::kGeneral) {
-      ForwardConsumer<Config, kPlainLoop>(arguments, shared, consumer).run();
-    } else if (arguments.pairs.only_lists) {
-      ForwardConsumer<Config, kListsLoop>(arguments, shared, consumer).run();
-    } else if (Config::kBiasBuffer && arguments.pairs.only_pieces) {
-      ForwardConsumer<Config, Config::kBiasBuffer ? kPiecesLoop : kAnyLoop>(arguments, shared, consumer)
+    constexpr bool kMayStageBias = Config::kPolicy.may_stage_bias();
+    if constexpr (!Config::kPolicy.is_general()) {
+      ForwardConsumer<Config, kNoPairs>(arguments, shared, consumer).run();
+    } else if (arguments.pairs.mask_only) {
+      ForwardConsumer<Config, kMaskOnly>(arguments, shared, consumer).run();
+    } else if (kMayStageBias && arguments.pairs.staged_bias_only) {
+      ForwardConsumer<Config, kMayStageBias ? kStagedBiasOnly : kAnyPairsUnstaged>(arguments, shared,
+                                                                                   consumer)
           .run();
     } else {
-      ForwardConsumer<Config, kAnyLoop>(arguments, shared, consumer).run();
+      ForwardConsumer<Config, Config::kPolicy>(arguments, shared, consumer).run();
     }
   }
 }
@@ -747,15 +748,16 @@ template <class Arithmetic, int kHeadDim>
 Status forward(const ForwardParams& params, const LaunchContext& context) {
   if (!is_served(params, context)) return Status::not_served();
   constexpr ForwardTile kShort = forward_tile(kHeadDim, false), kLong = forward_tile(kHeadDim, true);
-  constexpr ForwardTile kGeneral = general_forward_tile(kHeadDim);
   if (is_general(params)) {
-    return launch_forward<ForwardConfig<Arithmetic, kHeadDim, kGeneral, true>>(params, context);
+    constexpr ForwardTile kGeneral = general_forward_tile(kHeadDim);
+    constexpr PairPolicy kPolicy = forward_stages_bias(kHeadDim) ? kAnyPairs : kAnyPairsUnstaged;
+    return launch_forward<ForwardConfig<Arithmetic, kHeadDim, kGeneral, kPolicy>>(params, context);
   }
   const bool use_long = context.forced_tile < 0
                             ? is_long(kHeadDim, most_keys(params), params.options.is_causal)
                             : context.forced_tile == 1;
-  return use_long ? launch_forward<ForwardConfig<Arithmetic, kHeadDim, kLong, false>>(params, context)
-                  : launch_forward<ForwardConfig<Arithmetic, kHeadDim, kShort, false>>(params, context);
+  return use_long ? launch_forward<ForwardConfig<Arithmetic, kHeadDim, kLong, kNoPairs>>(params, context)
+                  : launch_forward<ForwardConfig<Arithmetic, kHeadDim, kShort, kNoPairs>>(params, context);
 }
 
 }  // namespace jax_flash::cuda::sm90
