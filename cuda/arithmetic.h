@@ -1,4 +1,4 @@
-// The kinds of arithmetic a kernel is compiled for: the element type in memory and how products are formed.
+// The arithmetics that kernels are compiled for: the element type in memory, and how products are formed.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -32,8 +32,8 @@ struct tf32x3 {
   using Element = float;
 };
 
-// tf32x3, in which an infinite operand gives what float32 gives: 20 % slower. Infinite inputs have defined
-// outputs, but their gradients are NaN anyway.
+// tf32x3 with float32's results for infinite operands, 20 % slower. Only the forward kernel uses it: infinite
+// inputs have defined outputs, but their gradients are NaN anyway.
 struct tf32x3_infinity {
   using Element = float;
 };

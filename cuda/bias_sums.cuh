@@ -1,4 +1,5 @@
-// Which tile of the sums of dbias a block works on, and which batch elements and heads add to it.
+// The gradient of a bias: which tile of its sums a block works on, and which batch elements and heads add to
+// it.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +12,14 @@ namespace jax_flash::cuda {
 
 template <int kBlockM, int kBlockN>
 struct BiasSumsTile {
-  // A batch element and head that adds to the tile.
+  // A batch element and a head that add to the tile.
   struct Item {
     int batch, head;
   };
 
   const BackwardParams& params;
   int m_start, n_start, m_end, n_end;  // ends within the lengths
-  int64_t index;                       // of the sums' batch element and head
+  int64_t index;                       // into the [B', N'] of the sums (BackwardParams::dbias)
   int first_batch, end_batch, first_head, end_head;
 
   __device__ __forceinline__ BiasSumsTile(const BackwardParams& params, unsigned tile) : params(params) {
@@ -45,7 +46,7 @@ struct BiasSumsTile {
            params.dbias_num_heads;
   }
 
-  // The items that have a visible pair in the tile; exists() is false behind the last one.
+  // Iterates over the items that have a visible pair in the tile; exists() is false after the last one.
   __device__ __forceinline__ Item first() const { return visible_from({first_batch, first_head}); }
   __device__ __forceinline__ Item next(const Item& item) const { return visible_from(successor(item)); }
   __device__ __forceinline__ bool exists(const Item& item) const { return item.batch < end_batch; }

@@ -1,4 +1,4 @@
-// What comes before and after the backward products: per-row statistics, and dq from its float32 sum.
+// Before and after the backward products: per-row statistics (lse and delta), and dq from its float32 sum.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,7 +16,7 @@
 
 namespace jax_flash::cuda {
 
-// Rows of statistics of one head.
+// The number of rows of statistics of one head.
 __host__ __device__ constexpr int64_t stats_length(int64_t seqlen_q) {
   return ceil_div(seqlen_q, kStatsRows) * kStatsRows;
 }
@@ -28,7 +28,7 @@ struct Vector {
   alignas(8) Element elements[kCount];
 };
 
-// Sum of a[i] * b[i] over a row, by one warp.
+// The sum of a[i] * b[i] over a row, by one warp.
 template <class Element>
 __device__ __forceinline__ float dot(const Element* a, const Element* b, int length, int lane) {
   using V = Vector<Element>;
@@ -50,19 +50,18 @@ __device__ __forceinline__ float dot(const Element* a, const Element* b, int len
   return sum;
 }
 
-// delta = rowsum(dout * out) - dlse and lse * log2(e), one warp a row; clears `to_clear`, `share` floats a
-// warp, and the counter of tiles. A row that sees no key, or lies beyond the end, gets lse_log2 = +inf, so
-// that its probabilities exp2(x - inf) are 0, and delta = 0.
+// delta [B, N, length] = rowsum(dout * out) - dlse and lse_log2 [B, N, length] = lse * log2(e), one row per
+// warp. Also clears the counter of tiles and `count` floats at `to_clear`, `share` of them per warp. A fully
+// masked row, or one beyond the end, gets delta = 0 and lse_log2 = +inf: its probabilities become 0.
 //
-// Index counts rows: 32 bits where they suffice, since three divisions in 64 take longer than reading the
-// row.
+// Index counts rows, in 32 bits where they suffice: three 64-bit divisions take longer than reading the row.
 template <class Element, class Index>
 __global__ void __launch_bounds__(256)
     delta_kernel(const __grid_constant__ BackwardParams params, float* to_clear, int share, int64_t count) {
   const int lane = threadIdx.x % 32;
   const Index length = static_cast<Index>(stats_length(params.seqlen_q)),
               num_heads = static_cast<Index>(params.num_heads);
-  // Of [B, length, N]. The last ones first: what the backward kernels begin with is then in L2.
+  // In [B, length, N]. The last rows come first: those with which the backward kernels begin are then in L2.
   const Index row = Index{gridDim.x - 1 - blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32;
   if (row >= static_cast<Index>(params.batch) * length * num_heads) return;
   const Index token = row / num_heads, batch = token / length;
@@ -92,7 +91,7 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// Before the backward kernels; clears `count` floats at `to_clear`, where dq is to be summed.
+// Runs before the backward kernels. Clears `count` floats at `to_clear`, where dq is to be summed.
 template <class Element>
 Status launch_delta(const BackwardParams& params, float* to_clear, int64_t count,
                     const LaunchContext& context) {
@@ -104,7 +103,7 @@ Status launch_delta(const BackwardParams& params, float* to_clear, int64_t count
                 static_cast<int>(ceil_div(count, std::max<int64_t>(rows, 1))), count);
 }
 
-// dq = scale * dq_accum, of `count` elements.
+// dq = scale * dq_accum, `count` elements.
 template <class Element>
 __global__ void __launch_bounds__(256)
     convert_kernel(const float* dq_accum, Element* dq, float scale, int64_t count) {

@@ -46,7 +46,7 @@ Status run(const AttentionParams& params, const LaunchContext& context) {
   return kRun(static_cast<const Params&>(params), context);
 }
 
-// In the order of kernels.cmake: of one direction and arithmetic, what is faster comes first, and head dims
+// In the order of kernels.cmake: for each direction and arithmetic, faster kernels come first, and head dims
 // ascend.
 const Kernel kKernels[] = {
 #define KERNEL(direction_, arch, arithmetic_, head_dim_)  \
@@ -76,8 +76,8 @@ std::string describe(cudaError_t error) {
                               : std::string("jax_flash: CUDA reported: ") + cudaGetErrorString(error) + ".";
 }
 
-// What tests set; empty where they do not. The environment is read once, when the library is loaded: reading
-// it in a call would race with whoever changes it meanwhile.
+// Settings for tests; empty by default. The environment is read once, when the library is loaded: reading it
+// in a call would race with threads that change it.
 struct TestSettings {
   std::string kernels, tile, shared_memory_per_block;
 };
@@ -94,10 +94,10 @@ std::mutex settings_mutex;
 TestSettings settings = kEnvironment;  // guarded by settings_mutex
 
 struct Context : LaunchContext {
-  std::string only_arch;  // of which kernels are chosen, in tests; empty: all
+  std::string only_arch;  // tests restrict the kernels to this one; empty: all
 };
 
-// The first kernel of the list that does what is asked, on this card.
+// Runs the first kernel of the list that does what is asked on this card.
 std::string run_kernel(Direction direction, const AttentionParams& params, const Context& context) {
   const int64_t head_dim = std::max(params.head_dim, params.head_dim_v);
   int64_t largest = 0;
@@ -120,7 +120,7 @@ std::string run_kernel(Direction direction, const AttentionParams& params, const
          "; implementation=\"xla\" has no such limit.";
 }
 
-// Makes `device` current for as long as it lives: the calling thread may have another one.
+// Makes `device` current during its lifetime: the calling thread may have another one.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {

@@ -1,4 +1,4 @@
-// The way in for the FFI handlers: chooses and launches the kernels for one call. Plain C++.
+// The FFI handlers' entry to the kernels: chooses and launches those of one call. Plain C++.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,18 +10,18 @@
 
 namespace jax_flash::cuda {
 
-// Empty when all went well, else a sentence that says what is not supported or what CUDA reported. Sizes must
-// be those that ffi_util.h lets pass; nothing synchronises.
+// Returns an empty string on success, else a sentence that says what is not supported or what CUDA reported.
+// The handlers must have checked all sizes. Nothing synchronises.
 std::string run_forward(const ForwardParams& params, cudaStream_t stream, int device);
 std::string run_backward(const BackwardParams& params, cudaStream_t stream, int device);
 std::string run_backward_bias(const BackwardParams& params, cudaStream_t stream, int device);
 
-// For tests, to run here what runs elsewhere: sets what the environment variables JAX_FLASH_KERNELS,
-// JAX_FLASH_TILE and JAX_FLASH_SHARED_MEMORY_PER_BLOCK said when the library was loaded, which a null pointer
-// takes back.
+// Lets tests run the kernels of other cards: overrides the environment variables JAX_FLASH_KERNELS,
+// JAX_FLASH_TILE and JAX_FLASH_SHARED_MEMORY_PER_BLOCK, which are read when the library is loaded. A null
+// pointer restores the environment's value.
 void set_test_settings(const char* kernels, const char* tile, const char* shared_memory_per_block);
 
-// "forward sm80 bfloat16 128", ...: one line a compiled kernel.
+// The rows of kernels.cmake, such as "forward sm80 bfloat16 128".
 std::vector<std::string> kernel_names();
 
 }  // namespace jax_flash::cuda

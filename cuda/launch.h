@@ -1,4 +1,4 @@
-// What every launcher needs beside the parameters of the attention.
+// Launching kernels: what a launcher knows of the device, and how a launch went.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,8 +18,8 @@ struct LaunchContext {
   int forced_tile;              // for tests: 0 or 1 for short or long sequences' tiles; -1: as measured
 };
 
-// How a launch went. Not served: the kernel does not do what is asked, or not on this card, for example for
-// want of shared memory; another one may. No error of CUDA means that.
+// How a launch went. not_served: the kernel does not do what is asked, or not on this card, for example
+// because it needs more shared memory; another kernel may. That is not a CUDA error.
 class [[nodiscard]] Status {
  public:
   Status(cudaError_t error = cudaSuccess) : error_(error) {}
@@ -31,15 +31,15 @@ class [[nodiscard]] Status {
 
   bool is_served() const { return is_served_; }
   bool failed() const { return !is_served_ || error_ != cudaSuccess; }
-  cudaError_t error() const { return error_; }  // of a kernel that is served
+  cudaError_t error() const { return error_; }  // where is_served()
 
  private:
   cudaError_t error_;
   bool is_served_ = true;
 };
 
-// Launches `kernel` on a one-dimensional grid (the other dimensions end at 65,535) with `shared_bytes` of
-// dynamic shared memory. Nothing is launched for an empty grid.
+// Launches `kernel` on a one-dimensional grid (the other dimensions are limited to 65,535) with
+// `shared_bytes` of dynamic shared memory. An empty grid launches nothing.
 template <class... Parameters>
 Status launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes,
               const LaunchContext& context, const Parameters&... parameters) {
@@ -47,7 +47,7 @@ Status launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int sh
   if (shared_bytes > context.shared_memory_per_block) return Status::not_served();
   if (blocks > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidValue;
   if (shared_bytes > 48 * 1024) {
-    // Once a device would do, but costs a table of devices; this is half a microsecond.
+    // Once for each device would do, but needs a table of devices; this takes half a microsecond.
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return error;

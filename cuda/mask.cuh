@@ -1,8 +1,9 @@
-// Which (query, key) pairs are visible by causal, window, lengths and offset: the only place that knows them.
-// (Mask and segments: pairs.cuh and visibility.cuh.)
+// Causality, window, lengths and offset: which (query, key) pairs they leave visible. No other file knows
+// them. (Mask and segments are in pairs.cuh and visibility.cuh.)
 //
 // Query row i sees the keys first_key(i) <= j <= last_key(i), an interval whose ends never fall as i grows.
-// So a tile's range of keys is read off its first and last row, and a block of keys' range of rows likewise.
+// So the first and the last row of a tile give its range of keys. The same holds for the queries that see a
+// block of keys.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +13,8 @@
 
 namespace jax_flash::cuda {
 
-// Of blocks of keys: [begin, end) are those of which some row of a tile sees a key, [whole_begin, whole_end)
-// those of which every row sees every key.
+// The blocks of keys that a tile of rows sees: in [begin, end) some row sees some key, and in
+// [whole_begin, whole_end) every row sees every key.
 struct KeyBlocks {
   int begin, end;
   int whole_begin, whole_end;
@@ -22,7 +23,9 @@ struct KeyBlocks {
   __device__ bool is_whole(int n_block) const { return n_block >= whole_begin && n_block < whole_end; }
 };
 
-// What is known of the mask before the launch, for the order of tiles. Does every query see every key?
+// The next three are asked before the launch, to order and choose tiles.
+
+// Does every query see every key?
 inline bool is_full(const AttentionParams& params) {
   const Options& options = params.options;
   return !options.is_causal && options.window_left < 0 && options.window_right < 0 &&
@@ -30,7 +33,7 @@ inline bool is_full(const AttentionParams& params) {
          !params.query_segment_ids;
 }
 
-// Does query i see the keys up to i, of as many?
+// Does query i see exactly the keys up to i, with as many keys as queries?
 inline bool is_triangle(const AttentionParams& params) {
   const Options& options = params.options;
   return options.is_causal && options.window_left < 0 && !params.query_seq_lengths &&
@@ -38,7 +41,7 @@ inline bool is_triangle(const AttentionParams& params) {
          !params.mask && !params.query_segment_ids;
 }
 
-// How many keys does a query see at most?
+// The largest number of keys that a query sees, or a bound on it.
 inline int64_t most_keys(const AttentionParams& params) {
   const Options& options = params.options;
   const int64_t left = options.window_left, right = options.is_causal ? 0 : options.window_right;
@@ -49,8 +52,8 @@ inline int64_t most_keys(const AttentionParams& params) {
 struct Mask {
   int lowest;     // key j is visible to query i only if i + lowest <= j
   int highest;    // and j <= i + highest
-  int q_length;   // rows beyond see nothing
-  int kv_length;  // keys beyond are not seen
+  int q_length;   // later rows see nothing
+  int kv_length;  // later keys are hidden
 
   __device__ Mask(const AttentionParams& params, int batch) {
     const Options& options = params.options;
@@ -64,18 +67,18 @@ struct Mask {
 
   __device__ int first_key(int row) const { return clamp(row + lowest, 0, kv_length); }
 
-  // -1 where the row sees no key.
+  // Less than first_key(row) where the row sees no key.
   __device__ int last_key(int row) const {
     return row < q_length ? clamp(row + highest, -1, kv_length - 1) : -1;
   }
 
-  // Rows first_query(n) <= i <= last_query(n') are those that may see a key in n..n'.
+  // Only rows first_query(n) <= i <= last_query(n') see a key in n..n'.
   __device__ int first_query(int first_key) const { return clamp(first_key - highest, 0, q_length); }
   __device__ int last_query(int last_key) const {
     return last_key < 0 ? -1 : clamp(last_key - lowest, -1, q_length - 1);
   }
 
-  // Of blocks of kBlockN keys, those that rows [row, row + rows) see.
+  // The blocks of kBlockN keys that rows [row, row + rows) see.
   template <int kBlockN>
   __device__ KeyBlocks key_blocks(int row, int rows) const {
     const int last_row = min(row + rows, q_length) - 1;
@@ -101,7 +104,7 @@ struct Mask {
   }
 
  private:
-  // Beyond every position, which the handlers keep below 2^29, and twice that far from overflow.
+  // Beyond every position (the handlers keep those below 2^29); a position plus kFar does not overflow.
   static constexpr int kFar = 1 << 30;
 
   __device__ static int clamp(int value, int low, int high) { return max(low, min(value, high)); }

@@ -1,8 +1,8 @@
-// Overwrites the hidden pairs of a warp's tile of scores (accumulator.cuh): before the softmax with
-// -infinity, after it with 0.
+// Masking: overwrites the hidden pairs of a warp's tile (accumulator.cuh), scores with -infinity and
+// probabilities and gradients with 0.
 //
-// fill_before, fill_behind and fill_hidden hide what lies outside of a row's interval of keys (mask.cuh);
-// fill_unset hides single pairs, those whose bit is not set (pairs/bits.cuh).
+// fill_before, fill_behind and fill_hidden apply each row's interval of keys (mask.cuh); fill_unset applies a
+// bit for each pair (pairs/bits.cuh).
 #pragma once
 
 #include "accumulator.cuh"
@@ -11,12 +11,12 @@
 
 namespace jax_flash::cuda {
 
-// The tile has rows m_start.. and keys n_start..; fills the keys before the first one that a row sees.
+// Fills the keys before the first one that a row sees, in a tile of rows m_start.. and keys n_start...
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void fill_before(float (&scores)[kMTiles][kNTiles][4], const Mask& mask,
                                             int m_start, int n_start, float value) {
-  int first[kMTiles]
-           [2];  // relative to this lane's first column, so that each element compares with a constant
+  // Relative to this lane's first column, so that each element compares with a constant.
+  int first[kMTiles][2];
   for_each_accumulator_row(first, [&](int mt, int h) {
     first[mt][h] = mask.first_key(m_start + accumulator_row(mt, h)) - n_start - accumulator_column(0, 0);
   });

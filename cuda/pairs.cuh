@@ -1,7 +1,6 @@
-// The pair options, as the kernels use them: bias, ALiBi, mask, segments and dropout on a warp's tile of
-// scores.
+// Bias, ALiBi, mask, segments and dropout, applied to a warp's tile of scores.
 //
-//   pairs/policy.cuh       which of them a main loop handles, at compile time
+//   pairs/policy.cuh     which of them a main loop handles, at compile time
 //   pairs/options.cuh    which of them a call has, at run time
 //   pairs/head.cuh       where the arrays of one batch element and query head lie
 //   pairs/bias.cuh       the bias, through shared memory or in place
@@ -9,7 +8,7 @@
 //   pairs/mask_bits.cuh  the mask, as bits
 //   pairs/segments.cuh   segment ids
 //   pairs/dropout.cuh    which probabilities are kept
-//   pairs/bits.cuh       a bit for each pair, which the last three yield and masking.cuh applies
+//   pairs/bits.cuh       a bit for each pair: the result of the last three, for masking.cuh
 //
 // A tile of scores lies in the accumulators (accumulator.cuh), with queries in rows and keys in columns or,
 // transposed, keys in rows and queries in columns.
@@ -30,8 +29,8 @@
 
 namespace jax_flash::cuda {
 
-// From scores to logits / scale_log2, of 16 rows from `row0` on and 8 kNTiles columns from `column0` on; but
-// for pairs that are hidden. `bias_is_added`: add_staged_bias has been called.
+// Turns the scores of rows row0.. and columns column0.. into logits / scale_log2. Hides nothing.
+// `bias_is_added`: add_staged_bias has been called.
 template <class Pairs, int kNTiles>
 __device__ __forceinline__ void transform_scores(float (&scores)[kNTiles][4], const Pairs& pairs,
                                                  bool bias_is_added, const LogitScale& logit, int row0,
@@ -44,7 +43,7 @@ __device__ __forceinline__ void transform_scores(float (&scores)[kNTiles][4], co
       for (int i = 0; i < 4; ++i) f(scores[nt][i]);
     }
   };
-  // By itself, not as part of the multiplier: that would take a register from every loop.
+  // Not as part of the multiplier, which would take a register from every loop.
   if (pairs.params.scale_factor) for_each([&](float& x) { x *= pairs.head.scale_factor; });
   if (!bias_is_added && pairs.options.bias_format != BiasFormat::kNone) {
     add_bias(scores, pairs, logit, row0, column0);
@@ -58,7 +57,7 @@ __device__ __forceinline__ void transform_scores(float (&scores)[kNTiles][4], co
   }
 }
 
-// The same of all of a warp's rows, with no bias added yet.
+// The same for all of a warp's rows, with no bias added yet.
 template <class Pairs, int kMTiles, int kNTiles>
 __device__ __forceinline__ void transform_scores(float (&scores)[kMTiles][kNTiles][4], const Pairs& pairs,
                                                  const LogitScale& logit, int row0, int column0) {
@@ -68,13 +67,13 @@ __device__ __forceinline__ void transform_scores(float (&scores)[kMTiles][kNTile
   }
 }
 
-// Which pairs mask and segments leave visible.
+// The pairs that mask and segments leave visible.
 template <class Pairs, int kMTiles, int kNTiles>
 __device__ __forceinline__ void load_visible(PairBits<kNTiles> (&bits)[kMTiles], const Pairs& pairs, int row0,
                                              int column0) {
 #pragma unroll
   for (int mt = 0; mt < kMTiles; ++mt) {
-    MaskWords<kNTiles> words{};  // not left undefined, which costs registers: a loop would carry it on
+    MaskWords<kNTiles> words{};  // undefined words would be carried through the loop, in registers
     load_mask_words(words, pairs, row0 + 16 * mt, column0);
     PairBits<kNTiles> visible = mask_bits(words, pairs, column0);
     clear_other_segments(visible, pairs, row0 + 16 * mt, column0);

@@ -1,9 +1,8 @@
-// From scores q k^T to probabilities, one tile of keys at a time (Milakov and Gimelshein, arXiv:1805.02867;
-// Dao et al., arXiv:2205.14135), in powers of two: exp(x) = exp2(x log2(e)), and log2(e) is part of a factor
-// that is there anyway.
+// Online softmax: from scores q k^T to probabilities, one tile of keys at a time (Milakov and Gimelshein,
+// arXiv:1805.02867; Dao et al., arXiv:2205.14135). It works in powers of two, exp(x) = exp2(x log2(e)), since
+// log2(e) can be part of a factor that is there anyway.
 //
-// Scores of a warp lie in the accumulators of its products, as accumulator.cuh says. A row belongs to the 4
-// lanes of a quad.
+// A warp's scores lie in its accumulators (accumulator.cuh). The 4 lanes of a quad share a row.
 #pragma once
 
 #include <cfloat>
@@ -31,7 +30,7 @@ struct LogitScale {
   explicit LogitScale(const AttentionParams& params) {
     const Options& options = params.options;
     const bool has_bias =
-        params.bias || params.alibi_slopes || params.scale_factor;  // or what works like one
+        params.bias || params.alibi_slopes || params.scale_factor;  // the last two work like one
     const double log2e = 1.4426950408889634074;
     scale = static_cast<float>(options.scale);
     two_log2e_per_cap = 0;
@@ -46,9 +45,9 @@ struct LogitScale {
       multiplier = bias_multiplier = 1;
       scale_log2 = static_cast<float>(options.scale * log2e);
     } else {
-      // The largest logit must belong to the largest score, and a masked score of -inf must stay so: a factor
-      // that is negative or vanishes goes in first. So it does before a bias, and log2(e) with it: a large
-      // bias that a whole row has, such as -1e9, then cancels to the bit.
+      // The largest score must give the largest logit, and a masked score must stay -inf: so a negative or
+      // vanishing factor is applied first. It is also applied before a bias, together with log2(e): then a
+      // large bias of a whole row, such as -1e9, cancels to the bit.
       transform = kMultiply;
       multiplier = static_cast<float>(options.scale * log2e);
       bias_multiplier = kLog2e;
@@ -57,13 +56,13 @@ struct LogitScale {
   }
 };
 
-// tanh(x / cap) = 1 - 2 / (exp(2 x / cap) + 1): absolute error 2e-7, exact at infinity. tanh.approx is off by
-// 5e-4, which a cap of 50 would turn into 2.5 % of a probability.
+// tanh(x / cap) = 1 - 2 / (exp(2 x / cap) + 1), with an absolute error of 2e-7 and exact at infinity. The
+// error of tanh.approx, 5e-4, would change a probability by 2.5 % at a cap of 50.
 __device__ __forceinline__ float soft_cap(float x, const LogitScale& logit) {
   return 1 - 2 * ptx::reciprocal_approx(ptx::exp2_approx(x * logit.two_log2e_per_cap) + 1);
 }
 
-// Of t = tanh(x): its derivative; 0 for NaN, which a hidden pair's bias may be, and whose p is 0.
+// The derivative of tanh at t = tanh(x). 0 for NaN: a hidden pair, whose p is 0, may have a NaN bias.
 __device__ __forceinline__ float soft_cap_slope(float t) { return fmaxf(fmaf(-t, t, 1), 0); }
 
 template <int kMTiles, int kNTiles>
@@ -77,24 +76,24 @@ __device__ __forceinline__ void transform_scores(float (&scores)[kMTiles][kNTile
   });
 }
 
-// The sink of a head times log2(e); -inf where it has none.
+// A head's sink times log2(e); -inf without sinks.
 __device__ __forceinline__ float sink_log2(const AttentionParams& params, int batch, int head) {
   const float* sinks = static_cast<const float*>(params.sinks);  // [B, N]
   return sinks ? sinks[int64_t{batch} * params.num_heads + head] * kLog2e : -INFINITY;
 }
 
-// What is known of a row when all its keys have been seen.
+// A row's results, once all its keys have been seen.
 struct RowEnd {
   float lse;
-  float normalizer;  // what the row's sum of p v is to be multiplied by
-  bool is_empty;     // it has seen no key
+  float normalizer;  // by which the row's sum of p v is to be multiplied
+  bool is_empty;     // is the row fully masked?
 };
 
-// The running maximum and sum of each row that a lane holds a part of.
+// The running maximum and sum of each row of which a lane holds a part.
 template <int kMTiles>
 struct OnlineSoftmax {
-  // A new maximum is taken over only when it is 2^8 times the old one or more: until then probabilities up to
-  // 2^8 are summed against the old one, exactly as well, and out need not be rescaled (FlashAttention-4's
+  // A new maximum is adopted only if it exceeds the old one by more than this: until then probabilities up to
+  // 2^8 are summed against the old one, which is as exact, and out need not be rescaled (FlashAttention-4's
   // conditional rescale).
   static constexpr float kRescaleThreshold = 8;
 
@@ -116,7 +115,7 @@ struct OnlineSoftmax {
     is_low = true;
   }
 
-  // Turns a tile's scores into probabilities against the running maximum, and rescales `out` where that
+  // Turns a tile's scores into probabilities relative to the running maximum, and rescales `out` where that
   // moved.
   template <int kNTiles, int kOutTiles>
   __device__ __forceinline__ void update(float (&scores)[kMTiles][kNTiles][4],
@@ -126,12 +125,12 @@ struct OnlineSoftmax {
     exponentiate(scores, scale_log2);
   }
 
-  // Takes over a tile's maxima where they are much larger. Where any row of the warp does, returns true and
-  // sets `factor` to what out is to be multiplied by.
+  // Adopts a tile's maxima where they are much larger. If any row of the warp does, returns true and sets
+  // `factor` to what out is to be multiplied by.
   template <int kNTiles>
   __device__ __forceinline__ bool raise_maximum(const float (&scores)[kMTiles][kNTiles][4], float scale_log2,
                                                 float (&factor)[kMTiles][2]) {
-    // Whether any does, the lanes' own maxima tell.
+    // The lanes' own maxima suffice to tell whether any row does.
     float lane_max[kMTiles][2];
     if (is_low) {
       lane_maxima<float>(scores, lane_max);
@@ -169,7 +168,7 @@ struct OnlineSoftmax {
     return true;
   }
 
-  // Turns scores into probabilities against the running maximum and adds them to the sum.
+  // Turns scores into probabilities relative to the running maximum, and adds them to the sum.
   template <int kNTiles>
   __device__ __forceinline__ void exponentiate(float (&scores)[kMTiles][kNTiles][4], float scale_log2) {
 #pragma unroll
@@ -198,7 +197,7 @@ struct OnlineSoftmax {
     for_each_accumulator(out, [&](int mt, int h, int nt, int c) { out[mt][nt][2 * h + c] *= factor[mt][h]; });
   }
 
-  // Adds up the lanes' sums, and the sink's part: that of one key more, whose value is 0.
+  // Adds up the lanes' sums. A sink counts as one more key, whose value is 0.
   __device__ __forceinline__ RowEnd finish(int mt, int h, float sink_log2) {
     float total = sum[mt][h];
     total += __shfl_xor_sync(0xffffffff, total, 1);
@@ -215,9 +214,9 @@ struct OnlineSoftmax {
   }
 
  private:
-  // The largest of a lane's scores in each row. Bits of floats compare as signed integers do, three at a
-  // time, unless both are negative: of scores that all are, Number = int gives the smallest one. Where no
-  // maximum so far is low, such scores move none, so that makes no difference.
+  // The largest of a lane's scores in each row. Number = int compares their bits as signed integers, three at
+  // a time, which is right unless both are negative: if all scores are, it gives the smallest one. That makes
+  // no difference where no running maximum is low, since such scores move none.
   template <class Number, int kNTiles>
   __device__ static __forceinline__ void lane_maxima(const float (&scores)[kMTiles][kNTiles][4],
                                                      float (&lane_max)[kMTiles][2]) {

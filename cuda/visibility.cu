@@ -11,14 +11,14 @@ namespace {
 
 enum Visibility : uint8_t { kHidden, kPartly, kWhole };
 
-// The bits of 16 bytes that are 0 or 1. The product moves the lowest bit of byte i to bit 24 + i.
+// Packs 16 bytes, each 0 or 1, into 16 bits. The product moves the lowest bit of byte i to bit 24 + i.
 __device__ __forceinline__ uint32_t pack(uint4 bytes) {
   auto four = [](uint32_t x) { return (x & 0x01010101) * 0x01020408 >> 24 & 0xf; };
   return four(bytes.x) | four(bytes.y) << 4 | four(bytes.z) << 8 | four(bytes.w) << 12;
 }
 
-// From 32 bits of row `lane` to those of column `lane` of a warp's 32 x 32: halves that lie across the
-// diagonal change places, in squares of 32, then 16, ...
+// Transposes a warp's 32 x 32 bits: takes row `lane`, returns column `lane`. Swaps the quarters off the
+// diagonal, in squares of 32, then 16, ...
 __device__ __forceinline__ uint32_t transpose(uint32_t row, int lane) {
   uint32_t low = 0x0000ffff;  // the lower half of each square's columns
 #pragma unroll
@@ -29,7 +29,8 @@ __device__ __forceinline__ uint32_t transpose(uint32_t row, int lane) {
   return row;
 }
 
-// Visibility of each block of 64 queries and 64 keys, by mask and segments alone; a warp a block.
+// The visibility [B, N', M, U] of each block of 64 queries and 64 keys by mask and segments alone, and the
+// mask as bits; one warp per block.
 __global__ void __launch_bounds__(256) visibility_kernel(const __grid_constant__ AttentionParams params) {
   const VisibilityWorkspace& visible = params.visible;
   constexpr int kBlock = kVisibilityBlock;
@@ -59,9 +60,8 @@ __global__ void __launch_bounds__(256) visibility_kernel(const __grid_constant__
     all = lowest[0] == highest[0] && lowest[1] == highest[1] && lowest[0] == lowest[1];
   }
   if (params.mask.data) {
-    // Also where segments hide all: another batch element may share this part of the mask.
-    // A lane reads 16 keys of one query at a time, 4 lanes a row of the block, and rows meet in shared
-    // memory.
+    // Even where segments hide everything: another batch element may share this part of the mask. Four lanes
+    // read a row of the block, 16 keys each, and put it together in shared memory.
     const PairArray& mask = params.mask;
     const uint8_t* from = static_cast<const uint8_t*>(mask.data) + batch * mask.batch_stride +
                           head * mask.head_stride + m_start * mask.row_stride + n_start * mask.key_stride;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(256) visibility_kernel(const __grid_constant__
     for (int i = 0; i < kBlock / 8; ++i)
       block_bits[8 * i + lane / 4][lane % 4] = static_cast<uint16_t>(bits[i]);
     __syncwarp();
-    uint32_t of_row[2][2], of_key[2][2];  // of rows and keys lane and lane + 32: 32 of the others, then 32
+    uint32_t of_row[2][2], of_key[2][2];  // [rows or keys lane, lane + 32][words of 32 bits]
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(256) visibility_kernel(const __grid_constant__
     any = any && __any_sync(0xffffffff, any_seen);
     all &= __all_sync(0xffffffff, all_seen);
 
-    // An axis of size 1 has one row, or one block whose bits are all alike.
+    // An axis of size 1 has one row, or one block with equal bits.
     auto write = [&](const VisibilityWorkspace::Bits& bits, uint32_t (&words)[2][2], int start, int count,
                      int block) {
       if (!bits.words) return;
@@ -131,8 +131,8 @@ __global__ void __launch_bounds__(256) visibility_kernel(const __grid_constant__
 
 constexpr int kListThreads = 256;
 
-// The visible blocks of each tile in ascending order: their number, then an entry for each. A list for each
-// block of threads.
+// Writes each tile's list: the number of visible blocks, then an entry for each, in ascending order. One
+// thread block per list.
 __global__ void __launch_bounds__(kListThreads)
     list_kernel(const __grid_constant__ AttentionParams params, ListShape shape) {
   const VisibilityWorkspace& visible = params.visible;

@@ -1,6 +1,6 @@
-// Which blocks of keys a tile of queries goes through where there is a mask or there are segments, and which
-// blocks of queries a tile of keys does: found before the launch, so that the others are neither loaded nor
-// multiplied.
+// Lists of visible blocks, for calls with a mask or segments: which blocks of keys a tile of queries goes
+// through, and which blocks of queries a tile of keys does. They are made before the launch, so that the
+// attention kernels neither load nor multiply other blocks.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace jax_flash::cuda {
 
-// What a list is of: tiles of `tile` rows, whose blocks are of `unit` keys; or the other way round.
+// The lists of one head: for each tile of `tile` queries its blocks of `unit` keys, or the other way round.
 struct ListShape {
   bool of_queries;  // are the tiles of queries?
   int tile, unit;   // multiples of kVisibilityBlock
@@ -25,8 +25,9 @@ struct ListShape {
   }
 };
 
-// An entry of a list: a visible block, and what is known of it by parts of 64 rows of the tile, 4 at most.
-// Blocks that causality, window and lengths hide are not visible; "whole" is said of mask and segments alone.
+// An entry of a list: a visible block, with flags for the block and for each part of 64 rows of the tile, of
+// which there are at most 4. Blocks that causality, window or lengths hide are not visible; "whole" only
+// means that mask and segments hide no pair.
 struct ListEntry {
   static constexpr int kMaxParts = 4, kPartBits = 1 + 2 * kMaxParts;  // the rest is the block's number
   uint32_t bits;
@@ -38,7 +39,7 @@ struct ListEntry {
     return (is_visible | is_whole << 1) << (1 + 2 * index);
   }
 
-  // One of which every pair is visible.
+  // A block in which mask and segments hide no pair.
   __host__ __device__ static constexpr ListEntry whole(int unit) {
     return {make(unit, true) | ((1u << kPartBits) - 1)};
   }
@@ -49,7 +50,7 @@ struct ListEntry {
   __host__ __device__ constexpr bool is_whole(int part) const { return bits >> (2 + 2 * part) & 1; }
 };
 
-// The last block of the longest array has room, and leaves what is said of the parts as it is.
+// The number of the last block of the longest array fits, and does not overlap the flags.
 inline constexpr int kLastUnit = (kMaxSize - 1) / kVisibilityBlock;
 static_assert(ListEntry::whole(kLastUnit).unit() == kLastUnit);
 static_assert(ListEntry{ListEntry::make(kLastUnit, false) | ListEntry::part(3, true, false)}.unit() ==
@@ -59,15 +60,14 @@ static_assert(!ListEntry{ListEntry::make(kLastUnit, false)}.is_whole());
 
 inline bool has_visibility(const AttentionParams& params) { return params.mask || params.query_segment_ids; }
 
-// Fills in params.visible but for the lists. Does nothing where there is no mask and there are no segments,
-// like the next one.
+// Fills params.visible, except for the lists. Like launch_lists, does nothing without a mask and segments.
 Status launch_visibility(const AttentionParams& params, const LaunchContext& context);
 
-// After launch_visibility, fills in the lists, for a kernel that follows on the stream.
+// After launch_visibility: fills the lists, for a kernel that follows on the stream.
 Status launch_lists(const AttentionParams& params, const ListShape& shape, const LaunchContext& context);
 
-// The blocks that a tile of kTile rows goes through, of kBlock rows of the other side, in ascending order.
-// kMayBeListed: false where there is no mask and there are no segments.
+// The blocks, of kBlock rows of the other side, that a tile of kTile rows goes through, in ascending order.
+// kMayBeListed is false in kernels that handle neither mask nor segments.
 template <bool kMayBeListed_, bool kOfQueries, int kTile, int kBlock>
 struct BlockList {
   static constexpr bool kMayBeListed = kMayBeListed_;
@@ -81,7 +81,7 @@ struct BlockList {
   const uint32_t* entries;  // null: all blocks from `first` on
   int first, count;
 
-  // Of the tile that begins at `start`. Without lists: blocks [begin, end).
+  // For the tile that begins at `start`. Without lists: blocks [begin, end).
   __device__ __forceinline__ BlockList(const AttentionParams& params, int batch, int head, int start,
                                        int begin, int end)
       : entries(nullptr), first(begin), count(max(end - begin, 0)) {
@@ -104,7 +104,7 @@ struct BlockList {
     if (!is_listed()) return (first + i) * kBlock;
     return entry(i).unit() * kUnit + i % kBlocksInUnit * kBlock;
   }
-  // Do mask and segments leave every pair of block i and the tile visible?
+  // Do mask and segments leave every pair of the tile and block i visible?
   __device__ __forceinline__ bool is_whole(int i) const { return !is_listed() || entry(i).is_whole(); }
 };
 

@@ -7,14 +7,14 @@
 
 namespace jax_flash::cuda {
 
-// i + query_offset - j of a lane's first accumulator. Whole numbers, exact in float32 up to 2^24.
+// i + query_offset - j for a lane's first accumulator: an integer, exact in float32 up to 2^24.
 template <class Pairs>
 __device__ __forceinline__ float alibi_distance(const Pairs& pairs, int row0, int column0) {
   const int row = row0 + accumulator_row(0, 0), column = column0 + accumulator_column(0, 0);
   return static_cast<float>((Pairs::kTransposed ? column - row : row - column) + pairs.head.query_offset);
 }
 
-// By how much it is larger for accumulator i of tile nt.
+// What to add to that for accumulator i of tile nt.
 template <class Pairs>
 __device__ constexpr float alibi_distance_step(int nt, int i) {
   const int row = 8 * (i / 2), column = 8 * nt + i % 2;

@@ -1,7 +1,7 @@
 // The bias [T, S] of one head, added to a warp's 16 rows of scores.
 //
-// A 16-bit bias whose rows are aligned comes through shared memory where a kernel has room for it:
-// start_bias_copy, and a block later add_staged_bias. Any other is read in place by add_bias, with any
+// A 16-bit bias with aligned rows is staged through shared memory where a kernel has room: start_bias_copy
+// loads it, and add_staged_bias adds it a block later. add_bias reads any other bias in place, whatever its
 // strides.
 #pragma once
 
@@ -18,28 +18,28 @@ namespace jax_flash::cuda {
 
 // ---- Through shared memory ----
 
-// A warp's part of shared memory: the bias of 16 rows and kColumns columns of scores, as it lies in memory,
-// in pieces of 8 keys of a query. Pieces are permuted so that neither the copy nor load_matrix meets bank
-// conflicts, and so that everything a lane touches follows from one address by constants.
+// A warp's staging buffer: the bias [kQueries, 8 kPieces keys] of 16 rows and kColumns columns of scores, in
+// pieces of 16 bytes (8 keys of one query). Pieces are permuted such that neither the copy nor load_matrix
+// has bank conflicts, and each address a lane uses differs from its first one by a constant.
 template <bool kTransposed, int kColumns>
 struct BiasBuffer {
   static constexpr int kQueries = kTransposed ? kColumns : 16, kPieces = kTransposed ? 2 : kColumns / 8;
   static constexpr int kBytes = kQueries * kPieces * 16;
-  static constexpr int kQueriesAtOnce = 32 / kPieces;  // that a warp copies
+  static constexpr int kQueriesAtOnce = 32 / kPieces;  // queries a warp copies with one instruction
   uint32_t shared;                                     // aligned to 128 bytes
 
-  // Of a piece of a query.
+  // The address of a piece.
   __device__ __forceinline__ uint32_t address(int query, int piece) const {
     static_assert(kPieces == (kTransposed ? 2 : 8));
     return shared + (query * kPieces + (piece ^ (kTransposed ? query / 4 % 2 : query % 8))) * 16;
   }
-  // Of the piece that a lane copies, kQueriesAtOnce * i queries on.
+  // The address of the i-th piece that a lane copies, kQueriesAtOnce queries after the one before.
   __device__ __forceinline__ uint32_t copy_address(int i) const {
     const uint32_t first = address(lane_id() / kPieces, lane_id() % kPieces);
     return (kTransposed ? first : first ^ i % 2 * 64) + i * 512;
   }
-  // Of the row that a lane hands to load_matrix for two tiles of columns, nt and nt + 1: their upper and
-  // lower rows.
+  // The address that a lane hands to load_matrix, which reads the upper and lower rows of column tiles nt and
+  // nt + 1.
   __device__ __forceinline__ uint32_t matrix_address(int nt) const {
     if constexpr (kTransposed)
       return address(lane_id() % 8 + lane_id() / 16 * 8, lane_id() / 8 % 2) + nt * 256;
@@ -47,7 +47,7 @@ struct BiasBuffer {
   }
 };
 
-// The first piece that a lane copies of 16 rows, at column 0.
+// The first piece of 16 rows that a lane copies, for column 0.
 struct BiasSource {
   const char* from;
   int query, key;
@@ -62,8 +62,8 @@ __device__ __forceinline__ BiasSource bias_source(const Pairs& pairs, int row0) 
   return {pairs.head.bias + (query * pairs.params.bias.row_stride + key) * 2, query, key};
 }
 
-// Starts to copy the columns from `column0` on; pieces beyond the ends become zeros. The warp must be done
-// with what the buffer holds.
+// Starts to copy the columns from `column0` on; pieces beyond the ends become zeros. The warp must have
+// finished reading the buffer.
 template <class Pairs, int kColumns>
 __device__ __forceinline__ void start_bias_copy(const BiasBuffer<Pairs::kTransposed, kColumns>& buffer,
                                                 const Pairs& pairs, const BiasSource& source, int column0) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void start_bias_copy(const BiasBuffer<Pairs::kTranspo
   start_bias_copy(buffer, pairs, bias_source<kColumns>(pairs, row0), column0);
 }
 
-// x = score * multiplier + bias * bias_multiplier, with the bias of the copy started last.
+// x = score * multiplier + bias * bias_multiplier. Waits for the copy started last.
 template <class Pairs, int kNTiles>
 __device__ __forceinline__ void add_staged_bias(float (&scores)[kNTiles][4], const Pairs& pairs,
                                                 const BiasBuffer<Pairs::kTransposed, 8 * kNTiles>& buffer,
@@ -99,7 +99,7 @@ __device__ __forceinline__ void add_staged_bias(float (&scores)[kNTiles][4], con
   auto add = [&](auto to_float) {
 #pragma unroll
     for (int nt = 0; nt < kNTiles; nt += 2) {
-      uint32_t r[4];  // four matrices of 8 x 8
+      uint32_t r[4];  // four 8 x 8 matrices
       if constexpr (Pairs::kTransposed) {
         ptx::load_matrix_x4_transposed(r, buffer.matrix_address(nt));
       } else {
@@ -124,8 +124,8 @@ __device__ __forceinline__ void add_staged_bias(float (&scores)[kNTiles][4], con
 
 // ---- In place ----
 
-// The address of a lane's first column of row half h, for an element of `bytes` bytes. Rows beyond the end
-// repeat the last one; their results do not count.
+// The address of a lane's first column in row half h, for elements of `bytes` bytes. Rows beyond the end
+// repeat the last row; their results are never used.
 template <class Pairs>
 __device__ __forceinline__ const char* bias_row(const Pairs& pairs, int bytes, int row0, int column0, int h) {
   const PairArray& bias = pairs.params.bias;
@@ -135,8 +135,8 @@ __device__ __forceinline__ const char* bias_row(const Pairs& pairs, int bytes, i
   return pairs.head.bias + (query * bias.row_stride + key * bias.key_stride) * bytes;
 }
 
-// Calls f(nt, i, element) for each accumulator. Keys beyond the end repeat the last one: they will be hidden.
-// Queries beyond the end are left out: their probabilities come from lse alone.
+// Calls f(nt, i, element) for each accumulator. Keys beyond the end repeat the last key: they get hidden
+// later. Queries beyond the end are skipped: their lse alone makes their probabilities 0.
 template <class Element, int kNTiles, class Pairs, class F>
 __device__ __forceinline__ void for_each_bias(const Pairs& pairs, int row0, int column0, F f) {
   const int64_t step = Pairs::kTransposed ? pairs.params.bias.row_stride : pairs.params.bias.key_stride;
@@ -158,7 +158,7 @@ __device__ __forceinline__ void for_each_bias(const Pairs& pairs, int row0, int 
   }
 }
 
-// Calls f(nt, i, elements) for each two neighbours i, i + 1 of 16 bits.
+// Calls f(nt, i, elements) for each two neighbouring accumulators i, i + 1, with elements of 16 bits.
 template <int kNTiles, class Pairs, class F>
 __device__ __forceinline__ void for_each_two_biases(const Pairs& pairs, int row0, int column0, F f) {
   const int columns = pairs.column_limit() - column0 - accumulator_column(0, 0);
@@ -172,13 +172,12 @@ __device__ __forceinline__ void for_each_two_biases(const Pairs& pairs, int row0
   }
 }
 
-// x = score * multiplier + bias * bias_multiplier, of 16 rows from `row0` on and 8 kNTiles columns from
-// `column0` on.
+// x = score * multiplier + bias * bias_multiplier, for rows row0.. and columns column0...
 template <int kNTiles, class Pairs>
 __device__ __forceinline__ void add_bias(float (&scores)[kNTiles][4], const Pairs& pairs,
                                          const LogitScale& logit, int row0, int column0) {
   auto add = [&](float& x, float bias) { x = fmaf(x, logit.multiplier, bias * logit.bias_multiplier); };
-  auto from_16_bits = [&](uint32_t bits) {  // the lower ones
+  auto from_16_bits = [&](uint32_t bits) {  // of which the lower 16 count
     return pairs.options.is_half ? __half2float(__ushort_as_half(static_cast<uint16_t>(bits)))
                                  : __uint_as_float(bits << 16);
   };

@@ -7,9 +7,9 @@ namespace jax_flash::cuda {
 
 // A lane's bits, one for each accumulator of 16 rows and 8 kNTiles columns.
 //
-// They stand in the order in which the words of a bit mask yield them (mask_bits.cuh): a word has a byte for
-// each tile of 8 columns, two bits of which are the lane's. Two words (columns 0 to 31 and 32 to 63) of two
-// rows each fill the 32 bits.
+// Their order is the one in which mask_bits.cuh can extract them fastest. A mask word covers 32 columns and
+// has a byte for each tile of 8, with two bits for each lane. The two words of each of a lane's two rows, for
+// columns 0 to 31 and 32 to 63, give four such pairs of bits for each byte.
 template <int kNTiles>
 struct PairBits {
   uint32_t bits;

@@ -1,4 +1,4 @@
-// Dropout: which probabilities are kept (dropout.h says by which bits).
+// Dropout: which probabilities are kept. dropout.h defines the random bits.
 #pragma once
 
 #include "accumulator.cuh"
@@ -8,9 +8,9 @@
 
 namespace jax_flash::cuda {
 
-// Of 16 rows from `row0` on and 8 kNTiles columns from `column0` on, both multiples of 16. One draw decides
-// about queries r, r + 8 and keys c, c + 1, c + 8, c + 9: a lane's part of a 16 x 16 tile. Of a transposed
-// tile a lane has other pairs, and needs two draws, half of each.
+// The kept pairs of rows row0.. and columns column0.., both multiples of 16. One draw decides about queries r
+// and r + 8 and keys c, c + 1, c + 8 and c + 9: a lane's part of a 16 x 16 tile. In a transposed tile a lane
+// holds other pairs, and uses half of each of two draws.
 template <int kNTiles, class Pairs>
 __device__ __forceinline__ PairBits<kNTiles> kept_bits(const Pairs& pairs, int row0, int column0) {
   static_assert(kNTiles % 2 == 0 && kNTiles <= 8);
@@ -42,7 +42,7 @@ __device__ __forceinline__ PairBits<kNTiles> kept_bits(const Pairs& pairs, int r
   return result;
 }
 
-// The same of all of a warp's rows.
+// The same for all of a warp's rows.
 template <class Pairs, int kMTiles, int kNTiles>
 __device__ __forceinline__ void draw_kept(PairBits<kNTiles> (&bits)[kMTiles], const Pairs& pairs, int row0,
                                           int column0) {

@@ -1,4 +1,4 @@
-// Where the pair options of one batch element and query head lie in memory.
+// The pair options of one batch element and query head: where its arrays begin, and its numbers.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +8,16 @@
 
 namespace jax_flash::cuda {
 
-// Rows are those of the tile of scores: queries, or keys where kTransposed.
+// Rows are rows of scores: queries, or keys where kTransposed.
 template <bool kTransposed>
 struct PairHead {
-  const char* bias;            // [T, S]
+  const char* bias;            // [T, S]; read only where options.bias_format is not kNone
   const uint32_t* mask_words;  // [rows, columns / 32], the mask as bits; null: no mask
-  const int32_t* row_ids;      // [rows], segments; null: none
-  const int32_t* column_ids;   // [columns]
-  const uint32_t* seeds;       // [3], of dropout
+  const int32_t* row_ids;      // [rows], segment ids; null: no segments
+  const int32_t* column_ids;   // [columns], segment ids
+  const uint32_t* seeds;       // [3], of dropout; read only where options.has_dropout
   float scale_factor = 1;
-  float slope = 0;       // ALiBi's, negated
+  float slope = 0;       // of ALiBi, negated
   int query_offset = 0;  // added to a query's position by ALiBi
 
   __device__ __forceinline__ PairHead(const AttentionParams& params, int batch, int head) {
@@ -36,17 +36,17 @@ struct PairHead {
     seeds = params.dropout_seeds + 3 * index;
     if (params.scale_factor) scale_factor = static_cast<const float*>(params.scale_factor)[batch];
     if (!params.alibi_slopes) return;
-    constexpr int kFar = 1 << 30;  // far from overflow
+    constexpr int kFar = 1 << 30;  // beyond every position, and far from overflow
     slope = -static_cast<const float*>(params.alibi_slopes)[index];
     if (params.query_offset) query_offset = max(-kFar, min(params.query_offset[batch], kFar));
   }
 };
 
-// What the functions on a warp's scores need: the call, and one batch element and query head of it. `Head`
-// may be a reference, to a PairHead in shared memory.
+// What every function on a warp's scores takes: the call's parameters and options, and one batch element and
+// query head. `Head` may be a reference to a PairHead in shared memory.
 template <bool kTransposed_, class Head = PairHead<kTransposed_>>
 struct Pairs {
-  static constexpr bool kTransposed = kTransposed_;  // do keys lie in rows of the tile of scores?
+  static constexpr bool kTransposed = kTransposed_;  // are rows of scores keys?
 
   const AttentionParams& params;
   const PairOptions& options;
@@ -61,7 +61,7 @@ struct Pairs {
   __device__ __forceinline__ bool has_mask() const { return params.mask.data || params.query_segment_ids; }
   __device__ __forceinline__ bool has_dropout() const { return options.has_dropout; }
 
-  // Rows and columns of the whole matrix of scores.
+  // The numbers of rows and columns of all scores.
   __device__ __forceinline__ int row_limit() const {
     return static_cast<int>(kTransposed ? params.seqlen_kv : params.seqlen_q);
   }

@@ -1,4 +1,4 @@
-// The mask [B, N, T, S] as bits, in words of 32 columns that visibility.cu has written.
+// The mask [B, N, T, S], read as bits: words of 32 columns, which visibility.cu has written.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ struct MaskWords {
   uint32_t words[2][kWords];
 };
 
-// Of 16 rows from `row0` on and 8 kNTiles columns from `column0` on. Does nothing without a mask.
+// Loads the words for rows row0.. and columns column0... Does nothing without a mask.
 template <int kNTiles, class Pairs>
 __device__ __forceinline__ void load_mask_words(MaskWords<kNTiles>& mask, const Pairs& pairs, int row0,
                                                 int column0) {
@@ -33,14 +33,14 @@ __device__ __forceinline__ void load_mask_words(MaskWords<kNTiles>& mask, const 
   }
 }
 
-// Which pairs the mask leaves visible: without a mask all.
+// The pairs that the mask leaves visible; all, without a mask.
 template <int kNTiles, class Pairs>
 __device__ __forceinline__ PairBits<kNTiles> mask_bits(const MaskWords<kNTiles>& mask, const Pairs& pairs,
                                                        int column0) {
   static_assert(kNTiles <= 8);
   PairBits<kNTiles> result{~0u};
   if (pairs.head.mask_words) {
-    constexpr uint32_t kOfLane = 0x03030303;  // a lane's bits of 32 columns, if its first column is column 0
+    constexpr uint32_t kOfLane = 0x03030303;  // of the lanes that hold columns 0 and 1 of each tile
     const int shift = column0 % 32 + accumulator_column(0, 0);
     result.bits = 0;
 #pragma unroll

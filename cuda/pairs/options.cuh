@@ -1,8 +1,8 @@
 // Which pair options a call has, worked out once on the host and passed to the kernels as an argument.
 //
-// A pair option is one whose effect differs from pair to pair of a query and a key, and that is read from an
-// array or drawn: bias, ALiBi, mask, segments, dropout. (What causal, window and lengths hide are intervals:
-// mask.cuh.) The factor of an array of scales counts as one, too.
+// A pair option acts on single (query, key) pairs: bias, ALiBi, mask, segments, dropout. An array of scales
+// counts as one, too. Causality, window and lengths do not: they leave each row an interval of keys
+// (mask.cuh).
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,9 @@
 
 namespace jax_flash::cuda {
 
-// How the bias is read: staged through shared memory, in pieces of 16 bytes, by kernels that have room for
-// it; two neighbouring columns of 16 bits at once; or one element at a time.
+// How the bias is read: staged through shared memory, in pieces of 16 bytes; two neighbouring 16-bit elements
+// at once; or one element at a time. Kernels without room to stage a bias read
+// it in place.
 enum class BiasFormat { kNone, kStaged, kTwo16Bit, kOne16Bit, kOne32Bit };
 
 inline bool has_pair_options(const AttentionParams& params) {
@@ -29,8 +30,8 @@ inline bool is_general(const AttentionParams& params) {
 
 struct PairOptions {
   BiasFormat bias_format;
-  bool mask_only, staged_bias_only;  // may the loops kMaskOnly, kStagedBiasOnly (policy.cuh) serve this call?
-  bool is_half;                      // is the bias float16, or else bfloat16?
+  bool mask_only, staged_bias_only;  // does the loop of that policy (policy.cuh) suffice?
+  bool is_half;                      // is a 16-bit bias float16, not bfloat16?
   bool has_alibi, has_dropout;
   uint32_t drop_threshold;
   float kept_factor;  // 1 / (1 - dropout_rate), by which kept probabilities are multiplied
@@ -41,9 +42,10 @@ struct PairOptions {
     is_half = bias.dtype == DType::kFloat16;
     bias_format = !bias                           ? BiasFormat::kNone
                   : bias.dtype == DType::kFloat32 ? BiasFormat::kOne32Bit
-                  : by(8) && !params.scale_factor ? BiasFormat::kStaged  // it is added before the factor
-                  : by(2)                         ? BiasFormat::kTwo16Bit
-                                                  : BiasFormat::kOne16Bit;
+                  : by(8) && !params.scale_factor
+                      ? BiasFormat::kStaged  // staging adds it too early for a factor
+                  : by(2) ? BiasFormat::kTwo16Bit
+                          : BiasFormat::kOne16Bit;
     const LogitScale::Transform transform = LogitScale(params).transform;
     const bool has_mask = params.mask || params.query_segment_ids;
     mask_only = has_mask && transform == LogitScale::kNone && !params.dropout_seeds;

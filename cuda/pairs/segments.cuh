@@ -1,4 +1,4 @@
-// Segments: a query sees the keys with its own segment id.
+// Segments: a query sees only keys with its own segment id.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace jax_flash::cuda {
 
-// Clears the bits of pairs whose segment ids differ, of 16 rows from `row0` on and 8 kNTiles columns from
-// `column0` on. Does nothing without segments.
+// Clears the bits of pairs whose segment ids differ, in rows row0.. and columns column0... Does nothing
+// without segments.
 template <int kNTiles, class Pairs>
 __device__ __forceinline__ void clear_other_segments(PairBits<kNTiles>& bits, const Pairs& pairs, int row0,
                                                      int column0) {
