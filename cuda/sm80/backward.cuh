@@ -1,13 +1,13 @@
-// Backward attention with mma.sync and cp.async, compute capability 8.0 and up (Dao, arXiv:2307.08691,
+// Backward attention with mma.sync and cp.async, for compute capability 8.0 and up (Dao, arXiv:2307.08691,
 // algorithm 2).
 //
 // A block keeps kBlockN rows of k and v of one key head, and the float32 sums of their gradients in
-// registers; it walks the blocks of queries that may see them, in every query head of the group, recomputes
-// the probabilities from lse and adds
+// registers. It walks the blocks of queries that may see these keys, in every query head of the group,
+// recomputes the probabilities from lse and adds
 //   dv += p^T dout        ds = p * (dout v^T - delta)        dk += ds^T q        dq += ds k
-// dq, which other blocks share, goes to dq_accum by atomic float32 additions; when deterministic, and where
-// there is no dq_accum, that product is left to backward_dq.cuh. One head dim serves q, k and v: the smaller
-// one's columns are zeros.
+// Other blocks add to the same dq, so it goes to dq_accum by atomic float32 additions. In the deterministic
+// case, and where there is no dq_accum, backward_dq.cuh computes it instead. One kHeadDim serves q, k and v:
+// missing columns are zeros.
 #pragma once
 
 #include <algorithm>
@@ -38,9 +38,8 @@ struct BackwardArguments {
   LogitScale logit;
   PairOptions pairs;
   HeadRows q, k, v, dout;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv], [B * T, N, Hv]
-  float* dq_accum;         // [B, T, N, H]; null where dq is left to another kernel
-  int stages;  // buffers for queries and dout: 2, or 1 where a second would keep a second block off the
-               // processor
+  float* dq_accum;         // [B, T, N, H]; null where another kernel computes dq
+  int stages;  // buffers for queries and dout: 1 where 2 would leave room for fewer blocks, else 2
 };
 
 template <class Arithmetic_, int kHeadDim_, BackwardTile kTile_, PairPolicy kPolicy_>
@@ -54,7 +53,7 @@ struct BackwardConfig {
   static constexpr int kThreads = 32 * kTile.warps;
   using QTile = SharedTile<Arithmetic, kBlockM, kHeadDim>;
   using KvTile = SharedTile<Arithmetic, kBlockN, kHeadDim, /*kRounded=*/true>;
-  // Rows of at least 128 bytes.
+  // With rows of at least 128 bytes.
   using ScoreTile =
       SharedTile<Arithmetic, kBlockM, std::max(kBlockN, 128 / int{sizeof(Element)}), /*kRounded=*/true>;
   static constexpr int shared_bytes(int stages) {
@@ -62,15 +61,15 @@ struct BackwardConfig {
   }
 };
 
-// The blocks of queries that a tile of keys goes through: of the group's first head, then of its second, ...
+// Walks the blocks of queries of a tile of keys: those of the group's first head, then of its second, ...
 template <class Config>
 class QueryWalk {
  public:
   using Queries =
       BlockList<Config::kPolicy.may_have_mask(), /*kOfQueries=*/false, Config::kBlockN, Config::kBlockM>;
 
-  int head, m_start;  // of the block at hand
-  int blocks = 0;     // that are left, with this one
+  int head, m_start;  // of the current block
+  int blocks = 0;     // left, including the current one
 
   __device__ __forceinline__ QueryWalk(const BackwardParams& params, int batch, int n_start, int first_head,
                                        int group, int m_begin, int m_blocks)
@@ -90,7 +89,7 @@ class QueryWalk {
     seek();
   }
 
-  // To the next block, if there is one.
+  // Moves to the next block, if there is one.
   __device__ __forceinline__ void advance() {
     --blocks;
     ++index_;
@@ -132,7 +131,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   constexpr bool kMayHaveMask = Config::kPolicy.may_have_mask(), kMayHaveOthers = Config::kPolicy.others;
   constexpr int kHeadDim = Config::kHeadDim;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kThreads = Config::kThreads;
-  // A warp's part of the scores, of dk and dv, and of dq.
+  // A warp's parts: scores [kScoreRows, kScoreColumns], dk and dv [kDkvRows, kDkvColumns], dq [kDqRows,
+  // kDqColumns].
   constexpr int kScoreRows = kBlockM / kTile.score_warps_m;
   constexpr int kScoreColumns = kBlockN / (kTile.warps / kTile.score_warps_m);
   constexpr int kDkvRows = kBlockN / kTile.dkv_warps_n;
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
             dkv_column = warp / kTile.dkv_warps_n * kDkvColumns;
   const int dq_row = warp % kTile.dq_warps_m * kDqRows, dq_column = warp / kTile.dq_warps_m * kDqColumns;
 
-  // ---- Which tile: the first keys first, which the most rows see when causal ----
+  // ---- Tile: the first keys come first; with a causal mask the most rows see them ----
   const int seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
   const int num_heads = static_cast<int>(params.num_heads),
             num_kv_heads = static_cast<int>(params.num_kv_heads);
@@ -210,15 +210,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     KvLoader::round(sV);
   }
 
-  // float32 dq is summed where it is wanted, so its scale goes into ds; 16-bit ds would lose small values by
-  // that, and dq_accum gets its scale when it is converted.
+  // float32 dq is summed in place, so ds has its scale. 16-bit ds would lose small values by that; there the
+  // scale is applied when dq_accum is converted.
   const float ds_scale = kIs16Bit<Arithmetic> ? 1 : arguments.logit.scale;
   const int64_t stats_stride = stats_length(seqlen_q);
   const int64_t stats_row = (int64_t{batch} * num_heads + first_head) * stats_stride + score_row;
   const int64_t dq_stride = int64_t{num_heads} * head_dim;
   float* gDq0 = arguments.dq_accum + (q_row0 + dq_row + lane_id() / 4) * dq_stride +
                 int64_t{first_head} * head_dim + dq_column;
-  // Every run of this warp's columns lies within head_dim and is aligned.
+  // Does every run of this warp's columns lie within head_dim, aligned?
   const bool dq_columns_whole = dq_column + kDqColumns <= head_dim && head_dim % kRunColumns<Arithmetic> == 0;
   uint32_t stage = 0;
 #pragma unroll 1
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     load_row_stats(lse_log2, params.lse_log2 + stats);
     load_row_stats(delta, params.delta + stats);
 
-    // This block's rows have come, to all threads, and all are done with those before.
+    // All threads see this block's rows and have finished with those before.
     ptx::copy_async_wait<0>();
     __syncthreads();
     if (stage_step != 0) load_next();
@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       multiply_add<Arithmetic, kBlockN / kStepK<Arithmetic>>(
           dq, KMajorA<Arithmetic, ScoreTile, kDqRows / 16>(sDs, dq_row),
           MnMajorB<Arithmetic, KvTile>(sK, dq_column));
-      // A branch around an addition would wait for those before it to leave, so whole tiles have none.
+      // A branch around an addition would wait for earlier additions to leave, so whole tiles have no branch.
       auto add = [&]<bool kWhole>(std::bool_constant<kWhole>) {
 #pragma unroll
         for (int mt = 0; mt < kDqRows / 16; ++mt) {
@@ -372,7 +372,7 @@ template <class Config>
 Status launch_backward(const BackwardParams& params, const LaunchContext& context) {
   using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
-  // float32 gradients are summed where they are wanted.
+  // float32 gradients are summed in place.
   float* dq_accum = params.leaves_dq       ? nullptr
                     : kIs16Bit<Arithmetic> ? params.dq_accum
                                            : static_cast<float*>(params.dq);

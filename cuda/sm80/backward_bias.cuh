@@ -1,9 +1,9 @@
-// The gradient of bias or of alibi_slopes: ds, summed over what they are broadcast over (params.h says how
-// far), with mma.sync and cp.async.
+// The gradient of bias or of alibi_slopes, with mma.sync and cp.async: ds, summed over the broadcast
+// dimensions as far as BackwardParams::dbias says (params.h).
 //
 // A block owns kBlockM queries by kBlockN keys of the sums and walks the batch elements and heads that share
-// them, so that the sum has one order. Rows of q, k, dout and v come in pieces of kPiece columns, so that one
-// kernel serves every head dim: first q k^T, then dout v^T.
+// them, so that each sum has one order. Rows of q, k, dout and v come in pieces of kPiece columns, first for
+// q k^T, then for dout v^T. So one kernel serves every head dim.
 #pragma once
 
 #include "arithmetic.h"
@@ -40,12 +40,12 @@ struct BackwardBiasConfig {
   static constexpr BackwardBiasTile kTile = backward_bias_tile(sizeof(Element));
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kPiece = kTile.piece;
   static constexpr int kThreads = 32 * kTile.warps;
-  // A warp's part of the scores.
+  // A warp's part of the scores: [kRows, kColumns].
   static constexpr int kRows = kBlockM / kTile.warps_m, kColumns = kBlockN / (kTile.warps / kTile.warps_m);
   using QTile = SharedTile<Arithmetic, kBlockM, kPiece>;
   using KvTile = SharedTile<Arithmetic, kBlockN, kPiece>;
   static constexpr int kStages = 2, kStageBytes = QTile::kBytes + KvTile::kBytes;
-  // The sums on their way out, where some of them are to be added up, take the place of the pieces.
+  // Sums that are to be added up further take the place of the pieces, at the end.
   static constexpr int kSharedBytes = std::max(kStages * kStageBytes, kBlockM * kBlockN * 4);
 };
 
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   constexpr int kMTiles = Config::kRows / 16, kNTiles = Config::kColumns / 8;
   const BackwardParams& params = arguments.params;
 
-  // ---- Which tile of the sums, and which batch elements and heads add to it ----
+  // ---- Tile of the sums, and the batch elements and heads that add to it ----
   const int seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
   const int num_heads = static_cast<int>(params.num_heads);
   const int group = num_heads / max(static_cast<int>(params.num_kv_heads), 1);
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const Tile tile(params, blockIdx.x);
   const int m_start = tile.m_start, n_start = tile.n_start;
 
-  // ---- The pieces of an item: those of q and k, then those of dout and v ----
+  // ---- Pieces of an item: those of q and k, then those of dout and v ----
   extern __shared__ __align__(128) uint8_t shared[];
   const uint32_t ring = ptx::shared_address(shared);
   auto sQ = [&](int stage) { return QTile{ring + stage * Config::kStageBytes}; };
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     clear(ds);
     auto multiply_piece = [&](int piece, auto& scores) {
       ptx::copy_async_wait<0>();
-      __syncthreads();  // it has come, to all threads, and all are done with the one before it
+      __syncthreads();  // all threads see the piece and have finished with the one before it
       if (piece + 1 < num_pieces) {
         load_piece(item, piece + 1, stage ^ 1);
       } else if (tile.exists(next_item)) {
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       fill_unset(ds, bits, 0);
     }
 
-    // ---- sums += ds, for slopes -distance * ds ----
+    // ---- sums += ds, or for slopes -distance * ds ----
     for_each_accumulator(sums, [&](int mt, int h, int nt, int c) {
       float weight = 1;
       if (params.alibi_slopes) {
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     item = next_item;
   }
 
-  // ---- Write the sums: one for each pair ----
+  // ---- Write one sum for each pair ----
   const int sum_rows = static_cast<int>(params.dbias_rows), sum_keys = static_cast<int>(params.dbias_keys);
   if (sum_rows == 1 && sum_keys == 1) {
     float* gSums = static_cast<float*>(params.dbias) + tile.index * seqlen_q * seqlen_kv;
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     return;
   }
 
-  // ---- or added up over blocks of queries, of keys or of both, by a warp each ----
+  // ---- Or add them up over blocks of queries, of keys or of both, one warp for each block ----
   ptx::copy_async_wait<0>();
   __syncthreads();
   float* sSums = reinterpret_cast<float*>(shared);  // [kBlockM, kBlockN]
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   }
 }
 
-// For head dims up to `kHeadDim`, which is only what the list of kernels calls it.
+// kHeadDim is only the limit in the list of kernels; the kernel does not depend on it.
 template <class Arithmetic, int kHeadDim>
 Status backward_bias(const BackwardParams& params, const LaunchContext& context) {
   using Config = BackwardBiasConfig<Arithmetic>;

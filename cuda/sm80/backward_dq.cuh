@@ -1,7 +1,7 @@
-// dq alone, without atomics: the second half of the deterministic backward.
+// dq alone, without atomic additions: the second half of the deterministic backward pass.
 //
 // Built like the forward kernel: a block owns kBlockM rows of dq for one head and walks the visible blocks of
-// keys; p, dp and ds stay in a warp's registers and ds is the first operand of dq += ds k as it lies there.
+// keys. p, dp and ds stay in a warp's registers, where ds is the first operand of dq += ds k.
 #pragma once
 
 #include "arithmetic.h"
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   constexpr int kMTiles = kWarpRows / 16, kNTiles = kBlockN / 8;
   const BackwardParams& params = arguments.params;
 
-  // ---- Which tile: the last rows first, which see the most keys when causal ----
+  // ---- Tile: the last rows come first; with a causal mask they see the most keys ----
   const int seqlen_q = static_cast<int>(params.seqlen_q), num_heads = static_cast<int>(params.num_heads);
   const int seqlen_kv = static_cast<int>(params.seqlen_kv),
             num_kv_heads = static_cast<int>(params.num_kv_heads);
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   float lse_log2[kMTiles][2], delta[kMTiles][2];
   load_row_stats(lse_log2, params.lse_log2 + stats_row);
   load_row_stats(delta, params.delta + stats_row);
-  float dq[kMTiles][kHeadDim / 8][4];
+  float dq[kMTiles][kHeadDim / 8][4];  // [kWarpRows, kHeadDim]
   clear(dq);
 
 #pragma unroll 1
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     const KvTile sK{ring + item % kStages * 2 * KvTile::kBytes};  // [kBlockN, kHeadDim]
     const KvTile sV{sK.base + KvTile::kBytes};                    // [kBlockN, kHeadDim]
 
-    // This item has come, to all threads, and all are done with the one before it.
+    // All threads see this item and have finished with the one before it.
     ptx::copy_async_wait<0>();
     __syncthreads();
     if constexpr (kStages > 1) load_item(item + 1);
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     if (!mask.hides(warp_m, kWarpRows, n_start, kBlockN)) {
       // ---- p = exp(q k^T - lse), ds = p * (dout v^T - delta) ----
       const bool covered = mask.covers(warp_m, kWarpRows, n_start, kBlockN);
-      float p[kMTiles][kNTiles][4], ds[kMTiles][kNTiles][4];
+      float p[kMTiles][kNTiles][4], ds[kMTiles][kNTiles][4];  // [kWarpRows, kBlockN]
       clear(p);
       multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
           p, KMajorA<Arithmetic, QTile, kMTiles>(sQ, warp_row), KMajorB<Arithmetic, KvTile>(sK, 0));
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     for (int h = 0; h < 2; ++h) {
       const int row = warp_m + accumulator_row(mt, h);
       if (row >= seqlen_q) continue;
-      // In a row that sees no key, others of its tile may have left 0 * NaN.
+      // In a fully masked row, other rows of its tile may have left 0 * NaN.
       const bool seeing = mask.first_key(row) <= mask.last_key(row) &&
                           (!kMayHaveMask || params.lse_log2[stats_row + accumulator_row(mt, h)] != INFINITY);
       Element* gDq = static_cast<Element*>(params.dq) + ((q_row0 + row) * num_heads + head) * head_dim;

@@ -1,8 +1,8 @@
-// Forward attention with mma.sync and cp.async, compute capability 8.0 and up (Dao, arXiv:2307.08691).
+// Forward attention with mma.sync and cp.async, for compute capability 8.0 and up (Dao, arXiv:2307.08691).
 //
-// A block computes kBlockM rows of out for one head. Its warps take kBlockM / kWarps rows each and walk the
-// visible blocks of keys from the last to the first, so that a causal row meets its diagonal, and most likely
-// its largest score, first. Keys and values come through one ring of buffers in the order k, v, k, v, ...
+// A block computes kBlockM rows of out for one head, kWarpRows for each warp. It walks the visible blocks of
+// keys from the last to the first, so that a causal row meets its diagonal, and most likely its largest
+// score, first. Keys and values come through one ring of buffers in the order k, v, k, v, ...
 #pragma once
 
 #include <type_traits>
@@ -43,7 +43,7 @@ struct ForwardConfig {
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kThreads = 32 * kTile.warps;
   static constexpr int kWarpRows = kBlockM / kTile.warps;
-  static_assert(kStages % 2 == 0, "the item loaded behind keys is values");
+  static_assert(kStages % 2 == 0, "kStages - 1 items after keys come values");
   using QTile = SharedTile<Arithmetic, kBlockM, kHeadDim, /*kRounded=*/true>;
   using KvTile = SharedTile<Arithmetic, kBlockN, kHeadDim>;
   static constexpr int kSharedBytes = QTile::kBytes + kStages * KvTile::kBytes;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   constexpr int kMTiles = kWarpRows / 16, kNTiles = kBlockN / 8, kOutTiles = kHeadDim / 8;
   const ForwardParams& params = arguments.params;
 
-  // ---- Which tile: the last rows first, which see the most keys when causal ----
+  // ---- Tile: the last rows come first; with a causal mask they see the most keys ----
   const int seqlen_q = static_cast<int>(params.seqlen_q), num_heads = static_cast<int>(params.num_heads);
   const int num_m_blocks = (seqlen_q + kBlockM - 1) / kBlockM;
   const int m_block = num_m_blocks - 1 - blockIdx.x % num_m_blocks;
@@ -83,11 +83,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 
   extern __shared__ __align__(128) uint8_t shared[];
   const QTile sQ{ptx::shared_address(shared)};  // [kBlockM, kHeadDim]
-  auto sKv = [&](int stage) {
+  auto sKv = [&](int stage) {                   // [kBlockN, kHeadDim], kStages times
     return KvTile{sQ.base + QTile::kBytes + stage * KvTile::kBytes};
-  };  // [kBlockN, kHeadDim]
+  };
 
-  // Item 2i of the ring is the keys, item 2i + 1 the values, of the i-th block from the end.
+  // Of the i-th block from the end, item 2i of the ring is the keys and item 2i + 1 the values.
   const int num_items = 2 * keys.count;
   auto block_start = [&](int i) { return keys.start(keys.count - 1 - i); };
   const int last_row = num_items > 0 ? block_start(0) : 0;
@@ -103,9 +103,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       loader.move_rows(kMayHaveMask ? (item + 2 < num_items ? block_start(item / 2 + 1) - row : 0)
                                     : -kBlockN);
     }
-    ptx::copy_async_commit();  // an empty group keeps the count
+    ptx::copy_async_commit();  // empty groups count, too
   };
-  // The oldest item has come, to all threads, and all are done with the one before it, whose buffer is free.
+  // Waits until all threads see the oldest item and have released the buffer of the one before it.
   auto wait_item = [] {
     ptx::copy_async_wait<kStages - 2>();
     __syncthreads();
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int warp_row = threadIdx.x / 32 * kWarpRows;
   const int warp_m = m_start + warp_row;
   const KMajorA<Products, QTile, kMTiles> q(sQ, warp_row);
-  float out[kMTiles][kOutTiles][4];
+  float out[kMTiles][kOutTiles][4];  // [kWarpRows, kHeadDim]
   clear(out);
   OnlineSoftmax<kMTiles> softmax;
 
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     wait_item();
     load_item(item + kStages - 1, v_loader);
     if (!hidden) {
-      float scores[kMTiles][kNTiles][4];
+      float scores[kMTiles][kNTiles][4];  // [kWarpRows, kBlockN]
       clear(scores);
       multiply_add<Products, kHeadDim / kStepK<Products>>(scores, q,
                                                           KMajorB<Products, KvTile>(sKv(item % kStages), 0));
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     }
   }
 
-  // ---- Normalise, write out and lse ----
+  // ---- Normalize; write out and lse ----
   const int64_t q_row0 = int64_t{batch} * seqlen_q * num_heads + head;
   const int head_dim_v = arguments.v.head_dim;
   Element* gOut = static_cast<Element*>(params.out) + q_row0 * head_dim_v;
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       const RowEnd end = softmax.finish(mt, h, sink);
       const int row = warp_m + accumulator_row(mt, h);
       if (row >= seqlen_q) continue;
-      // A row that sees no key: its tile's other rows may have put 0 * NaN into it.
+      // Zeros for a fully masked row: other rows of its tile may have left 0 * NaN in it.
       Element* row_out = gOut + int64_t{row} * num_heads * head_dim_v;
       for_each_run<Arithmetic>(out, mt, h, [&](int column, const auto& values) {
         store_run<Arithmetic>(row_out, column, head_dim_v, !end.is_empty, end.normalizer * kept_factor,

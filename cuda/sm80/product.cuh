@@ -1,15 +1,14 @@
-// Products of tiles on tensor cores: acc += a b by one warp, a and b in shared memory or registers.
+// Products of tiles on tensor cores: acc += a b by one warp, with a and b in shared memory or registers.
 //
-// An operand is "k-major" where the summed index runs along the rows of its tile in memory, else "mn-major".
-// The four combinations and the three element widths differ only in how a fragment of 32 bytes' worth of the
-// summed index (16 elements of 16 bits, 8 of 32 bits) comes to its lanes; g = lane / 4, t = lane % 4
-// throughout.
+// An operand is "k-major" if the summed index runs along the rows of its tile in memory, else "mn-major". The
+// combinations and the element types differ only in how the lanes get a fragment, 32 bytes of the summed
+// index (16 elements of 16 bits, 8 of 32 bits). Throughout, g = lane / 4 and t = lane % 4.
 //
-// float32 has no transposing load, so mn-major float32 operands are read as they lie, 16 bytes a lane, and
-// what that does to the order of rows and columns is carried to where the accumulators are used:
-//   - the summed index k = 2t, 2t + 1 takes the place of the instruction's t, t + 4 (in both operands alike);
+// There is no transposing load for float32. So mn-major float32 operands are read as they lie, 16 bytes per
+// lane, which changes the order of rows and columns:
+//   - the summed index k = 2t, 2t + 1 takes the place of the instruction's t, t + 4, in both operands;
 //   - four neighbouring 8-column tiles are interleaved: column 8 nt + x of the instruction is column
-//     32 (nt / 4) + 4 x + nt % 4 of the array (for_each_run, mn_major_accumulator_row).
+//     32 (nt / 4) + 4 x + nt % 4 of the array. for_each_run and mn_major_accumulator_row undo this.
 #pragma once
 
 #include <cmath>
@@ -34,8 +33,7 @@ inline constexpr int kStepK = kIs16Bit<Arithmetic> ? 16 : 8;
 
 // ---- Fragments: one instruction's registers of an operand ----
 
-// kRegisters = 4 for a (16 rows), 2 for b (8 columns), as loaded: two elements of 16 bits or one float32
-// each.
+// kRegisters: 4 for a (16 rows), 2 for b (8 columns), each with two elements of 16 bits or one float32.
 template <class Arithmetic, int kRegisters>
 struct Fragment {
   uint32_t value[kRegisters];
@@ -44,7 +42,7 @@ struct Fragment {
 template <int kRegisters>
 struct Fragment<tf32x3, kRegisters> {
   uint32_t high[kRegisters];  // the 11 leading bits, rounded
-  uint32_t low[kRegisters];   // what remains, exactly, of which the product uses 11 bits of 12
+  uint32_t low[kRegisters];   // the exact remainder; the product uses 11 of its 12 bits
 };
 
 template <int kRegisters>
@@ -54,7 +52,7 @@ struct Fragment<tf32x3_infinity, kRegisters> {
   uint32_t finite[kRegisters];  // high, but 0 for infinity and NaN
 };
 
-// Register i from memory. kRounded: it is rounded to TF32 already.
+// Sets register i to what was loaded. kRounded: that is rounded to TF32 already.
 template <bool kRounded, class Arithmetic, int kRegisters>
 __device__ __forceinline__ void set(Fragment<Arithmetic, kRegisters>& fragment, int i, uint32_t loaded) {
   if constexpr (kIs16Bit<Arithmetic>) {
@@ -62,8 +60,8 @@ __device__ __forceinline__ void set(Fragment<Arithmetic, kRegisters>& fragment, 
   } else if constexpr (std::is_same_v<Arithmetic, tf32>) {
     fragment.value[i] = kRounded ? loaded : ptx::round_to_tf32(loaded);
   } else {
-    // Rounded up to twice too far, but within the 11 bits, which is all that a split needs: one instruction,
-    // and an infinity stays one.
+    // The error may be twice that of rounding to nearest, but 11 bits remain, which is all that a split
+    // needs. This takes one instruction besides the mask, and an infinity stays one.
     fragment.high[i] = __float_as_uint(__uint_as_float(loaded) * (1 + 0.7f / 2048)) & 0xffffe000;
     fragment.low[i] = __float_as_uint(__uint_as_float(loaded) - __uint_as_float(fragment.high[i]));
     if constexpr (std::is_same_v<Arithmetic, tf32x3_infinity>) {
@@ -85,14 +83,15 @@ __device__ __forceinline__ void mma(float (&d)[4], const Fragment<float16, 4>& a
 __device__ __forceinline__ void mma(float (&d)[4], const Fragment<tf32, 4>& a, const Fragment<tf32, 2>& b) {
   ptx::mma_tf32(d, a.value, b.value);
 }
-// The small terms first: added to a large sum they would lose bits. low * low is below float32's precision.
+// Small terms first, for they would lose bits in a large sum. low * low is below float32's precision.
 __device__ __forceinline__ void mma(float (&d)[4], const Fragment<tf32x3, 4>& a,
                                     const Fragment<tf32x3, 2>& b) {
   ptx::mma_tf32(d, a.low, b.high);
   ptx::mma_tf32(d, a.high, b.low);
   ptx::mma_tf32(d, a.high, b.high);
 }
-// Infinity meets the other operand once: infinity * low may be NaN, or of the other sign.
+// An infinity is multiplied only by the other operand's high part: infinity * low may be NaN or have the
+// wrong sign.
 __device__ __forceinline__ void mma(float (&d)[4], const Fragment<tf32x3_infinity, 4>& a,
                                     const Fragment<tf32x3_infinity, 2>& b) {
   ptx::mma_tf32(d, a.low, b.finite);
@@ -159,8 +158,8 @@ struct MnMajorA {
   }
 };
 
-// a = the accumulators of another product: what is a row's neighbouring columns there is what an instruction
-// sums over here, so they stay in their lanes. Rounded to 16 bits at once, which halves the registers.
+// a = the accumulators of another product. An instruction sums over columns that a lane already holds, so
+// nothing moves between lanes. 16-bit operands are rounded at once, which halves the registers.
 template <class Arithmetic, int kMTiles, int kNTiles>
 struct RegisterA {
   static constexpr int kSteps = 8 * kNTiles / kStepK<Arithmetic>;
@@ -198,7 +197,7 @@ struct RegisterA {
 // b[k][column] = tile[column][k].
 template <class Arithmetic, class Tile>
 struct KMajorB {
-  static constexpr int kTiles = 2;  // 8-column tiles a load
+  static constexpr int kTiles = 2;  // 8-column tiles per load
   uint32_t lane_base;
 
   __device__ __forceinline__ KMajorB(Tile tile, int column) {
@@ -254,9 +253,9 @@ struct MnMajorB {
 
 // acc[16 kMTiles, 8 kNTiles] += a b over kSteps steps of kStepK.
 //
-// kLongSum: the sum goes on over many calls. Tensor cores round it towards zero at each instruction, which
-// over 131,072 rows adds up to a part in 1,000: what is meant to be as exact as float32 is added outside of
-// them.
+// kLongSum: the sum continues over many calls. Tensor cores round it towards zero at each instruction, which
+// adds up to a part in 1,000 over 131,072 rows. So tf32x3, which is meant to be as exact as float32, adds
+// outside of them.
 template <class Arithmetic, int kSteps, bool kLongSum = false, int kMTiles, int kNTiles, class A, class B>
 __device__ __forceinline__ void multiply_add(float (&acc)[kMTiles][kNTiles][4], const A& a, const B& b) {
   static_assert(kNTiles % B::kTiles == 0);
@@ -289,10 +288,10 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kMTiles][kNTiles][4], 
   }
 }
 
-// ---- Where an accumulator belongs ----
+// ---- Rows and columns of accumulators ----
 
-// Rows of a product whose a is an MnMajorA; all else is accumulator_row's. float32: columns of
-// store_accumulators' tile, interleaved by four.
+// The row of an accumulator of a product whose a is an MnMajorA; for other operands it is accumulator_row. In
+// float32 rows are columns of store_accumulators' tile, interleaved by four.
 template <class Arithmetic>
 __device__ __forceinline__ int mn_major_accumulator_row(int mt, int h) {
   if constexpr (kIs16Bit<Arithmetic>) {
@@ -303,11 +302,11 @@ __device__ __forceinline__ int mn_major_accumulator_row(int mt, int h) {
   }
 }
 
-// Neighbouring columns that a lane holds of a row of a product whose b is an MnMajorB.
+// The number of neighbouring columns that a lane holds in a row of a product whose b is an MnMajorB.
 template <class Arithmetic>
 inline constexpr int kRunColumns = kIs16Bit<Arithmetic> ? 2 : 4;
 
-// Calls f(column, values) for each such run of row half (mt, h).
+// Calls f(column, values) for each such run in row half (mt, h).
 template <class Arithmetic, int kMTiles, int kNTiles, class F>
 __device__ __forceinline__ void for_each_run(const float (&acc)[kMTiles][kNTiles][4], int mt, int h, F f) {
   const int t = lane_id() % 4;
@@ -331,11 +330,11 @@ __device__ __forceinline__ void for_each_run(const float (&acc)[kMTiles][kNTiles
   }
 }
 
-// ---- Accumulators on their way out ----
+// ---- Storing accumulators ----
 
-// Writes a warp's scores-like accumulators to rows `row`.. and columns `column`.. of a tile, to be read as an
-// A. float32 columns 2t, 2t + 1 go to t, t + 4, where a k-major fragment reads the summed index that MnMajorB
-// pairs so.
+// Writes a warp's accumulators to rows `row`.. and columns `column`.. of a tile, to be read as the operand a.
+// float32 columns 2t, 2t + 1 go to t, t + 4: a k-major fragment then has the summed index in the order of
+// MnMajorB.
 template <class Arithmetic, class Tile, int kMTiles, int kNTiles>
 __device__ __forceinline__ void store_accumulators(Tile tile, int row, int column,
                                                    const float (&acc)[kMTiles][kNTiles][4]) {
@@ -364,8 +363,8 @@ __device__ __forceinline__ void store_accumulators(Tile tile, int row, int colum
   }
 }
 
-// Writes factor * values, or zeros where the row does not count, to neighbouring columns of a row of
-// `head_dim`, as far as they lie in it.
+// Writes factor * values, or zeros unless the row `counts`, to neighbouring columns of a row, as far as they
+// are below head_dim.
 template <class Arithmetic, int kCount>
 __device__ __forceinline__ void store_run(typename Arithmetic::Element* row, int column, int head_dim,
                                           bool counts, float factor, const float (&values)[kCount]) {

@@ -1,4 +1,5 @@
-// What happens to a warp's tile of scores between two products, in the accumulators of the first.
+// The backward pass between two products: from scores to probabilities to their gradients, in a warp's
+// accumulators.
 #pragma once
 
 #include "accumulator.cuh"
@@ -7,7 +8,7 @@
 
 namespace jax_flash::cuda::sm80 {
 
-// This lane's rows of an array with one float a row.
+// Loads this lane's rows of an array with one float per row.
 template <int kMTiles>
 __device__ __forceinline__ void load_row_stats(float (&values)[kMTiles][2], const float* rows_of_warp) {
 #pragma unroll
@@ -17,8 +18,8 @@ __device__ __forceinline__ void load_row_stats(float (&values)[kMTiles][2], cons
   }
 }
 
-// Turns logits / scale_log2 (transform_scores) into p = exp(logit - lse), hands p to use(p), and leaves d p /
-// d logit * (d logit / score scale): p itself, but for the soft cap p (1 - tanh^2).
+// Turns logits / scale_log2 (from transform_scores) into p = exp(logit - lse), calls use(p), and leaves p in
+// place; with a soft cap p (1 - tanh^2), which includes the cap's derivative.
 template <int kMTiles, int kNTiles, class Use>
 __device__ __forceinline__ void recompute_probabilities(float (&scores)[kMTiles][kNTiles][4],
                                                         const LogitScale& logit,

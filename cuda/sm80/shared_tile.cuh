@@ -1,8 +1,8 @@
-// Tiles of rows in shared memory, and their way in from global memory.
+// Tiles of rows in shared memory, and how they are loaded from global memory.
 //
 // A row of kCols elements takes kRowBytes, a multiple of 128. Its 16-byte chunks are permuted within each 128
-// bytes: chunk c of row r lies at chunk c ^ (r % 8), so that eight rows' chunks of one column, which is what
-// ldmatrix reads, lie in different banks.
+// bytes: chunk c of row r lies at chunk c ^ (r % 8). So ldmatrix, which reads one chunk of each of eight
+// rows, finds them in different banks.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,10 @@
 
 namespace jax_flash::cuda::sm80 {
 
+// A tile [kRows, kCols].
 //
-// kRounded: where products are formed in TF32, the tile's elements have been rounded to it once, by whoever
-// wrote them, instead of each time they are read.
+// kRounded: for products in TF32, whoever writes the tile rounds its elements once, instead of rounding them
+// each time they are read.
 template <class Arithmetic_, int kRows_, int kCols, bool kRounded_ = false>
 struct SharedTile {
   using Arithmetic = Arithmetic_;
@@ -30,10 +31,10 @@ struct SharedTile {
 
   uint32_t base;  // aligned to 128 bytes
 
-  // The address of this lane's 16 bytes, where lanes differ by `lane_row` (mod 8) and `lane_chunk` < 8;
-  // `moved` takes them all along by a multiple of 8 rows, and by chunks whose number has no bit in common
-  // with lane_chunk. Over a loop of constant rows and chunks, at most 8 addresses differ by more than what an
-  // instruction has room to add.
+  // The address of this lane's 16 bytes; lanes differ in `lane_row` (mod 8) and `lane_chunk` < 8. `moved`
+  // moves it by a multiple of 8 rows, and by a number of chunks that has no bit in common with lane_chunk. In
+  // a loop over constant rows and chunks, at most 8 addresses differ by more than an instruction's immediate
+  // offset.
   __device__ __forceinline__ uint32_t lane_base(int lane_row, int lane_chunk) const {
     return base + lane_row * kRowBytes + ((lane_chunk ^ (lane_row & 7)) << 4);
   }
@@ -42,13 +43,13 @@ struct SharedTile {
   }
 };
 
-// A dense [rows, heads, head_dim] array in global memory. Kernels get it as a parameter, where it takes no
+// A dense [rows, heads, head_dim] array in global memory. It is part of a kernel's parameters, so it takes no
 // registers.
 struct HeadRows {
   const void* data;
   int64_t stride;  // elements from row to row
   int head_dim;
-  int copy_bytes;  // how many bytes one copy may take: 16, 4, or 2 where heads are not aligned to more
+  int copy_bytes;  // bytes per copy, by the alignment of heads: 16, 4 or 2
 };
 
 template <class Element>
@@ -58,9 +59,8 @@ HeadRows head_rows(const void* data, int64_t heads, int64_t head_dim) {
   return {data, heads * head_dim, static_cast<int>(head_dim), copy_bytes};
 }
 
-// Copies tiles of rows of one head, by all kThreads threads. What a thread knows of a tile's place is one
-// pointer, which the caller moves along: finding it anew for each tile would take as many instructions as the
-// tile's products.
+// Copies tiles of rows of one head, by all kThreads threads. A thread keeps one pointer, which the caller
+// moves from tile to tile: computing it anew would take as many instructions as the tile's products.
 template <int kThreads, class Tile>
 class TileLoader {
   using Element = typename Tile::Element;
@@ -80,9 +80,8 @@ class TileLoader {
   __device__ __forceinline__ void move_rows(int rows) { from_ += rows * rows_.stride; }
   __device__ __forceinline__ void move_heads(int heads) { from_ += int64_t{heads} * rows_.head_dim; }
 
-  // Starts the copy of the tile at the current place, whose first row is `row`. Rows from row_limit on and
-  // columns from head_dim on become zeros, whatever memory holds there: 0 * NaN would not be. Completes with
-  // the copy group.
+  // Starts to copy the current tile, whose first row is `row`; completes with the copy group. Rows from
+  // row_limit on and columns from head_dim on become zeros, since 0 * NaN would be NaN.
   __device__ __forceinline__ void load(Tile tile, int row, int row_limit) const {
     const int r = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
     const int valid_rows = chunk * kChunkElements < rows_.head_dim ? row_limit - row - r : 0;
@@ -104,7 +103,7 @@ class TileLoader {
     }
   }
 
-  // Rounds what this thread has copied, once that has come and before other threads read it.
+  // Rounds what this thread has copied: after the copy has arrived, and before other threads read it.
   __device__ __forceinline__ static void round(Tile tile) {
     static_assert(Tile::kRounded);
     if constexpr (std::is_same_v<typename Tile::Arithmetic, tf32>) {
@@ -123,8 +122,8 @@ class TileLoader {
   }
 
  private:
-  // 16 bytes in pieces, of which the first `count` elements count: rare, so this is kept small rather than
-  // fast.
+  // Copies 16 bytes in pieces, with zeros after the first `count` elements. Rare, so the code is small rather
+  // than fast.
   __device__ __forceinline__ void copy_unaligned(uint32_t to, const Element* from, int count) const {
 #pragma unroll 1
     for (int word = 0; word < 4; ++word) {
