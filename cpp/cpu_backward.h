@@ -1,17 +1,17 @@
-// Backward: dq, dk and dv, with the probabilities recomputed from lse. One work item is one key tile, which
-// goes through the query rows that see it, block by block. Included once for each instruction set (no include
-// guard), inside its namespace: see cpu_unit.h.
+// Backward pass: dq, dk and dv, with the probabilities recomputed from lse. A work item is one tile of keys;
+// it walks the query rows that see the tile, block by block. Included once for each instruction set, without
+// an include guard, inside its namespace: see cpu_unit.h.
 
 template <typename T>
 struct BackwardScratch {
   T *k, *k_t;            // [N, head_dim rounded up], [head_dim, N]
   T *v, *v_t;            // [N, head_dim_v], [head_dim_v, N]
   T *q, *dout;           // [M, head_dim rounded up], [M, head_dim_v rounded up]
-  T *p, *ds;             // [M, N]: first the scores and dout v^T
+  T *p, *ds;             // [M, N]: initially the scores and dout v^T
   T *dq, *dk, *dv;       // [M, ...], [N, ...], [N, ...], the last axis as above
-  int64_t *first, *end;  // [M]: the keys that a row sees, counted from the tile's first
-  bool* sees;            // [M]: whether it sees any
-  bool* visible;         // [M, N]: which pairs the mask and the segments leave visible
+  int64_t *first, *end;  // [M]: the keys that a row sees, relative to the tile's first key
+  bool* sees;            // [M]: whether the row sees any key
+  bool* visible;         // [M, N]: pairs that mask and segments leave visible
 
   BackwardScratch(const AttentionParams& params, Arena& arena) {
     const int64_t width = RoundUp(params.head_dim, kLanes<T>),
@@ -36,13 +36,14 @@ struct BackwardScratch {
 
 constexpr int64_t kAllBlocks = std::numeric_limits<int64_t>::max();
 
-// What all items share.
+// Memory that all work items share.
 template <typename T>
 struct BackwardShared {
   T* delta;     // [B, T, N]: rowsum(dout * out) - dlse
-  T* dq_accum;  // [B, T, N, H]: dq, summed over the key tiles
-  // [B, K, key tiles]: how many blocks of query rows the tile itself is done with, whether it added to their
-  // dq or not. A tile adds to a block of dq after all tiles before it: so the sum has one order.
+  T* dq_accum;  // [B, T, N, H]: dq, summed over the tiles of keys
+  // [B, K, tiles of keys]: the number of blocks of query rows that a tile has finished, whether or not it
+  // added to their dq. A tile adds to a block of dq only after all tiles before it, so the order of summation
+  // is fixed.
   std::atomic<int64_t>* blocks_done;
 
   template <typename Storage>
@@ -56,7 +57,7 @@ struct BackwardShared {
   }
 };
 
-// rowsum(dout * out) - dlse, of a row of [B, T, N].
+// rowsum(dout * out) - dlse for one row of [B, T, N].
 template <typename Storage, typename T = ComputeType<Storage>>
 T Delta(const BackwardParams& params, int64_t row) {
   const int64_t head_dim_v = params.head_dim_v;
@@ -77,9 +78,9 @@ T Delta(const BackwardParams& params, int64_t row) {
   return delta;
 }
 
-// Waits until the tiles before `tile` are done with `block`. Below `first_unfinished`, which only grows, all
-// are done with every block. That the tile right before is done says nothing of those before it: it may have
-// skipped the block.
+// Waits until all tiles before `tile` have finished `block`. All tiles before `first_unfinished`, which only
+// grows, have finished every block. It is not enough to wait for the previous tile, which may have skipped
+// the block without waiting itself.
 inline void WaitForTilesBefore(const std::atomic<int64_t>* blocks_done, int64_t tile, int64_t block,
                                int64_t& first_unfinished) {
   for (int64_t before = first_unfinished; before < tile; ++before) {
@@ -89,14 +90,14 @@ inline void WaitForTilesBefore(const std::atomic<int64_t>* blocks_done, int64_t 
   }
 }
 
-// delta of the rows [first, end) of [B, T, N]; their dq_accum = 0.
+// Computes delta of the rows [first, end) of [B, T, N] and sets their dq_accum to 0.
 template <typename Storage, typename T>
 void PrepareRows(const BackwardParams& params, int64_t first, int64_t end, const BackwardShared<T>& shared) {
   for (int64_t row = first; row < end; ++row) shared.delta[row] = Delta<Storage>(params, row);
   Zero(shared.dq_accum + first * params.head_dim, (end - first) * params.head_dim);
 }
 
-// Scores and dp -> p and ds of one row, for `keys` keys.
+// Turns the scores and dp of one row into p and ds, for `keys` keys.
 template <bool kCapped, typename T>
 void Probabilities(T* p, T* ds, int64_t keys, T scale, T cap, T lse, T delta) {
   for (int64_t key = 0; key < keys; key += kLanes<T>) {
@@ -112,21 +113,21 @@ void Probabilities(T* p, T* ds, int64_t keys, T scale, T cap, T lse, T delta) {
   }
 }
 
-// What the row of a tile is to its kernel.
+// One row of a tile, as RowGradients needs it.
 template <typename T>
 struct RowOfPairs {
-  int64_t row;          // as GroupRows numbers it
-  int64_t first_key;    // of the tile
-  int64_t first, end;   // the keys that it sees, counted from there, but for the mask and the segments
-  const bool* visible;  // which of them these leave visible
+  int64_t row;          // in GroupRows's numbering
+  int64_t first_key;    // the tile's first key
+  int64_t first, end;   // keys that the row sees, relative to first_key; mask and segments not considered
+  const bool* visible;  // keys of the tile that mask and segments leave visible
   T lse, delta;
 };
 
-// Scores and dp -> p, as v is weighted with it, and ds, of one row, for `keys` keys up to the size of a tile.
+// Turns the scores and dp of one row into ds and the p that multiplies v, for up to a tile of `keys` keys.
 template <typename T>
 void RowGradients(const Pairs<T>& pairs, const RowOfPairs<T>& row, int64_t keys, T scale, T cap, T* p,
                   T* ds) {
-  if (row.lse == -std::numeric_limits<T>::infinity()) {  // a row that sees no key
+  if (row.lse == -std::numeric_limits<T>::infinity()) {  // fully masked row
     Zero(p, keys);
     Zero(ds, keys);
     return;
@@ -161,7 +162,7 @@ void RowGradients(const Pairs<T>& pairs, const RowOfPairs<T>& row, int64_t keys,
   }
 }
 
-// dk and dv of one key tile of one batch and key head, and its part of dq.
+// dk and dv of one tile of keys of one batch element and key head, and the tile's part of dq.
 template <typename Storage, typename T = ComputeType<Storage>>
 void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, int64_t tile_index,
                   const BackwardScratch<T>& scratch, const BackwardShared<T>& shared) {
@@ -181,7 +182,7 @@ void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, 
 
   std::atomic<int64_t>* blocks_done =
       shared.blocks_done + (batch * params.num_kv_heads + kv_head) * DivideUp(params.seqlen_kv, kBackwardN);
-  int64_t first_unfinished = 0;  // of the tiles before
+  int64_t first_unfinished = 0;  // among the tiles before this one
   const auto finish_blocks = [&](int64_t count) {
     HAND_OVER();
     blocks_done[tile_index].store(count, std::memory_order_release);
@@ -191,7 +192,7 @@ void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, 
   const Pairs<T> pairs(params, batch, kv_head, q.group);
   const int64_t tile = tile_index * kBackwardN;
   const int64_t tile_end = std::min(tile + kBackwardN, mask.kv_len());
-  const int64_t keys = tile_end - tile;  // that count; may be negative
+  const int64_t keys = tile_end - tile;  // number of keys; may be negative
   const Range queries = mask.QueriesOf({tile, tile_end});
 
   if (!queries.empty()) {
@@ -258,7 +259,7 @@ void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, 
       Multiply<Layout::kRowMajor, Into::kOverwrite>(rows, width, keys, scratch.ds, kBackwardN, scratch.k,
                                                     width, scratch.dq, width);
 
-      // ---- Add to dq, after the tiles before ----
+      // ---- Add to dq, after all tiles before this one ----
       WaitForTilesBefore(blocks_done, tile_index, block, first_unfinished);
       for (int64_t row = 0; row < rows; ++row) {
         T* to = dq.Row(block_first + row);
@@ -286,7 +287,7 @@ template <typename Storage>
 bool BackwardAs(const BackwardParams& params, ThreadPool& pool) {
   using T = ComputeType<Storage>;
   const int64_t rows = params.batch * params.seqlen_q * params.num_heads;
-  const int64_t row_items = DivideUp(rows, kBackwardM);  // of the loops over single rows
+  const int64_t row_items = DivideUp(rows, kBackwardM);  // of the loops over rows
   const int64_t heads = params.batch * params.num_kv_heads;
   const int64_t tiles = DivideUp(params.seqlen_kv, kBackwardN);
   const int64_t tile_items = heads * tiles;
@@ -303,7 +304,7 @@ bool BackwardAs(const BackwardParams& params, ThreadPool& pool) {
   ParallelFor(pool, NumWorkers(pool, row_items), row_items, [&](int64_t, int64_t item) {
     PrepareRows<Storage>(params, item * kBackwardM, std::min((item + 1) * kBackwardM, rows), shared);
   });
-  // The tiles of a head follow each other at a distance of all heads: they seldom wait for one another.
+  // Items take one tile of every head in turn, so the tiles of a head seldom wait for one another.
   ParallelFor(pool, workers, tile_items, [&](int64_t worker, int64_t item) {
     Arena arena(memory.data() + shared_size.used() + worker * size.used());
     const int64_t head = item % heads;

@@ -1,7 +1,6 @@
-// The gradient of bias or of alibi_slopes: ds, summed over what they are broadcast over (params.h says how
-// far). One work item owns one tile of the sums and recomputes what goes into it, so that the sum has one
-// order. Included once for each instruction set (no include guard), inside its namespace: see
-// cpu_unit.h.
+// The gradient of bias or alibi_slopes: ds, summed over the broadcast dimensions (params.h says how far). A
+// work item owns one tile of the sums and recomputes every term, so the order of summation is fixed. Included
+// once for each instruction set, without an include guard, inside its namespace: see cpu_unit.h.
 
 constexpr int64_t kBiasM = 64, kBiasN = 64;  // rows and keys of a tile
 static_assert(kBiasM == kVisibilityBlock && kBiasN == kVisibilityBlock,
@@ -14,9 +13,9 @@ struct BiasScratch {
   T *q, *dout;    // [M, head_dim], [M, head_dim_v]
   T *k, *v;       // [N, head_dim], [N, head_dim_v]
   T *k_t, *v_t;   // [head_dim, N], [head_dim_v, N]
-  T *p, *ds;      // [M, N]: first the scores and dout v^T
+  T *p, *ds;      // [M, N]: initially the scores and dout v^T
   T* sums;        // [M, N]
-  bool* visible;  // [M, N]: which pairs the mask and the segments leave visible
+  bool* visible;  // [M, N]: pairs that mask and segments leave visible
 
   BiasScratch(const AttentionParams& params, Arena& arena) {
     q = arena.Take<T>(kBiasRows * params.head_dim);
@@ -32,7 +31,7 @@ struct BiasScratch {
   }
 };
 
-// The rows of one batch and query head in q or dout.
+// The rows of one batch element and query head in q or dout.
 template <typename Storage>
 struct HeadRows {
   const Storage* data;
@@ -130,7 +129,7 @@ bool BackwardBiasAs(const BackwardParams& params, ThreadPool& pool) {
       }
     }
 
-    // ---- Store, with the rows and keys added up that share a sum ----
+    // ---- Store, adding up rows and keys that share a sum ----
     const int64_t rows = std::min(kBiasM, params.seqlen_q - row0),
                   keys = std::min(kBiasN, params.seqlen_kv - key0);
     for (int64_t i = 0; i < rows; i += params.dbias_rows) {

@@ -1,4 +1,4 @@
-// The CPU kernels for what every machine has: SSE2 on x86-64, NEON on arm64.
+// The CPU kernels for the baseline that every machine has: SSE2 on x86-64, NEON on arm64.
 #define VECTOR_BYTES 16
 #if defined(__aarch64__)
 #define VECTOR_REGISTERS 32

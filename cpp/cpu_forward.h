@@ -1,9 +1,9 @@
-// Forward: out and lse of one block of query rows, key tile by key tile with an online softmax. Included once
-// for each instruction set (no include guard), inside its namespace: see cpu_unit.h.
+// Forward pass: out and lse of one block of query rows, tile by tile of keys, with an online softmax.
+// Included once for each instruction set, without an include guard, inside its namespace: see cpu_unit.h.
 //
-// The scores are kept transposed, [keys, rows]: then a vector holds one key's scores of several rows, the
-// softmax needs no sums across a vector, and both products read their left side by scalars and their right
-// side by vectors.
+// Scores are kept transposed, [keys, rows]. A vector then holds one key's scores of several rows, so the
+// softmax needs no sums across a vector, and both products read their left operand as scalars and their right
+// operand as vectors.
 
 template <typename T>
 struct ForwardScratch {
@@ -11,11 +11,11 @@ struct ForwardScratch {
   T *q, *q_t;          // [M, head_dim], [head_dim, M]
   T* s;                // [N, M]: scores, then probabilities
   T* out;              // [M, head_dim_v rounded up]
-  T *max, *sum;        // [M]: of the scores so far; of the probabilities relative to that max
-  T* rescale;          // [M]: what the last tile made of a probability 1 of the tiles before
-  Int<T>*first, *end;  // [M]: the keys that a row sees, counted from the tile's first
-  bool* visible;       // [M, N]: which pairs the mask and the segments leave visible
-  bool* seeing;        // [M]: has the row seen a key?
+  T *max, *sum;        // [M]: maximum so far; sum of the probabilities relative to it
+  T* rescale;          // [M]: factor by which the last tile rescales all before it
+  Int<T>*first, *end;  // [M]: the keys that a row sees, relative to the tile's first key
+  bool* visible;       // [M, N]: pairs that mask and segments leave visible
+  bool* seeing;        // [M]: whether the row has seen a key
 
   ForwardScratch(const AttentionParams& params, Arena& arena) {
     const int64_t width_v = RoundUp(params.head_dim_v, kLanes<T>);
@@ -35,8 +35,8 @@ struct ForwardScratch {
   }
 };
 
-// Scores -> probabilities relative to the new max, for kLanes rows from `row` on; max, sum and rescale
-// follow.
+// Turns scores into probabilities relative to the new maximum, for kLanes rows from `row` on, and updates
+// max, sum and rescale.
 template <bool kMasked, typename T>
 INLINE void OnlineSoftmax(const ForwardScratch<T>& scratch, int64_t row, int64_t keys, T scale, T cap) {
   const T infinity = std::numeric_limits<T>::infinity();
@@ -50,12 +50,12 @@ INLINE void OnlineSoftmax(const ForwardScratch<T>& scratch, int64_t row, int64_t
       x = ((first <= j) & (end > j)) ? x : Broadcast(-infinity);
     }
     Store(s + key * kForwardM, x);
-    max = max > x ? max : x;  // may lose a NaN: the sum has it
+    max = max > x ? max : x;  // may lose a NaN, which the sum keeps
   }
-  // A row that has seen no key keeps the max -inf; relative to 0 its probabilities are 0.
+  // A row that has seen no key keeps the maximum -inf; relative to 0 its probabilities are 0.
   const Vec<T> base = max == -infinity ? Vec<T>{} : max;
   const Vec<T> rescale = Exp<T>(Load(scratch.max + row) - base);
-  Vec<T> sum = {};  // of this tile, added as a whole: so the error does not grow with the number of keys
+  Vec<T> sum = {};  // of this tile, added as a whole: the error grows with the tiles, not with the keys
   for (int64_t key = 0; key < keys; ++key) {
     const Vec<T> p = Exp<T>(Load(s + key * kForwardM) - base);
     Store(s + key * kForwardM, p);
@@ -66,7 +66,7 @@ INLINE void OnlineSoftmax(const ForwardScratch<T>& scratch, int64_t row, int64_t
   Store(scratch.rescale + row, rescale);
 }
 
-// Scores -> logits, -inf where mask and segments hide the pair, for one row and `keys` keys.
+// Turns scores into logits, -inf where mask or segments hide the pair, for one row and `keys` keys.
 template <typename T>
 void AddPairs(const Pairs<T>& pairs, const ForwardScratch<T>& scratch, int64_t first_row, int64_t row,
               int64_t first_key, int64_t keys, T scale, T cap) {
@@ -80,7 +80,7 @@ void AddPairs(const Pairs<T>& pairs, const ForwardScratch<T>& scratch, int64_t f
   }
 }
 
-// Probabilities that dropout does not keep become 0, for one row.
+// Sets the probabilities that dropout drops to 0, for one row.
 template <typename T>
 void DropPairs(const Pairs<T>& pairs, const ForwardScratch<T>& scratch, int64_t first_row, int64_t row,
                int64_t first_key, int64_t keys) {
@@ -91,7 +91,7 @@ void DropPairs(const Pairs<T>& pairs, const ForwardScratch<T>& scratch, int64_t 
   }
 }
 
-// One block of the query rows (see GroupRows) of one batch and key head.
+// Forward pass of one block of query rows (see GroupRows) of one batch element and key head.
 template <typename Storage, typename T = ComputeType<Storage>>
 void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, int64_t block,
                   const ForwardScratch<T>& scratch) {
@@ -115,16 +115,16 @@ void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, i
   const int64_t block_first = block * kForwardM;
   const int64_t block_end = std::min(block_first + kForwardM, params.seqlen_q * q.group);
   const int64_t rows =
-      std::min(block_end, mask.q_len() * q.group) - block_first;  // that count; may be negative
+      std::min(block_end, mask.q_len() * q.group) - block_first;  // number of rows; may be negative
   const int64_t lanes_end = RoundUp(rows, kLanes<T>);
 
   if (rows > 0) {
-    // ---- Load q, transposed; the keys seen by the block: those of its first to those of its last query ----
+    // ---- Load q and transpose it; find the block's range of keys ----
     LoadRows(q, block_first, block_first + rows, nullptr, scratch.q, head_dim, lanes_end);
     Transpose(scratch.q, head_dim, lanes_end, head_dim, scratch.q_t, kForwardM);
     Zero(scratch.out, kForwardM * width_v);
     for (int64_t row = 0; row < kForwardM; ++row) {
-      // A sink is a key that comes first and has no value.
+      // A sink acts as a first key without a value.
       scratch.max[row] = sink(block_first + row);
       scratch.sum[row] = scratch.max[row] == -infinity ? 0 : 1;
       scratch.seeing[row] = false;
@@ -190,9 +190,9 @@ void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, i
     }
   }
 
-  // ---- Store out and lse; rows that see no key get 0 and their sink ----
+  // ---- Store out and lse; fully masked rows get 0 and their sink ----
   for (int64_t row = 0; row < block_end - block_first; ++row) {
-    // The sum of a row whose logits are all -inf is 0, too.
+    // A row whose logits are all -inf has the sum 0, too.
     if (row >= rows || !scratch.seeing[row] || scratch.sum[row] == 0) {
       ZeroRow(out.Row(block_first + row), head_dim_v);
       *lse.Row(block_first + row) = sink(block_first + row);
@@ -217,7 +217,7 @@ bool ForwardAs(const ForwardParams& params, ThreadPool& pool) {
 
   ParallelFor(pool, workers, items, [&](int64_t worker, int64_t item) {
     Arena arena(memory.data() + worker * size.used());
-    const int64_t block = blocks - 1 - item % blocks;  // a causal mask makes the last ones the longest
+    const int64_t block = blocks - 1 - item % blocks;  // last blocks first: causal, they are the longest
     const int64_t head = item / blocks;
     ForwardBlock<Storage>(params, head / params.num_kv_heads, head % params.num_kv_heads, block,
                           ForwardScratch<T>(params, arena));

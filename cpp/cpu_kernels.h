@@ -1,4 +1,5 @@
-// The kernels of each instruction set: one binary serves every machine, and cpu_attention.cc chooses.
+// Tables of the kernels compiled for each instruction set. One binary serves every machine; cpu_attention.cc
+// chooses at run time.
 #pragma once
 
 #include "cpu_parallel.h"

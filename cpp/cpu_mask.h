@@ -1,5 +1,5 @@
-// Which (query, key) pairs are visible: the only place of the CPU kernels that knows causal, window, lengths
-// and offsets. Each query sees one range of keys, whose two ends never move back from a query to the next.
+// Which (query, key) pairs are visible. Only this file of the CPU kernels masks by causal, window, lengths
+// and offset. Each query sees one interval of keys, whose ends never decrease from one query to the next.
 #pragma once
 
 #include <algorithm>
@@ -26,13 +26,12 @@ class Mask {
   int64_t q_len() const { return q_len_; }
   int64_t kv_len() const { return kv_len_; }
 
-  // The keys that `query`, below q_len, sees.
+  // The keys that `query` (below q_len) sees.
   Range KeysOf(int64_t query) const {
     const int64_t position = query + offset_;
     return {std::max<int64_t>(position - left_, 0), std::min(position + right_ + 1, kv_len_)};
   }
-  // The queries that see a key of `keys`. Where it is empty for a run of keys in the midst of others' ranges,
-  // it is so for all before or for all after.
+  // The queries that see a key of `keys`.
   Range QueriesOf(Range keys) const {
     if (keys.first >= kv_len_) return {0, 0};
     return {std::max<int64_t>(keys.first - right_ - offset_, 0),
@@ -40,7 +39,7 @@ class Mask {
   }
 
  private:
-  static constexpr int64_t kUnlimited = int64_t{1} << 62;  // far from the ends of int64: sums cannot overflow
+  static constexpr int64_t kUnlimited = int64_t{1} << 62;  // far from int64's limits: sums cannot overflow
 
   static int64_t Length(const int32_t* lengths, int64_t batch, int64_t limit) {
     return lengths ? std::clamp<int64_t>(lengths[batch], 0, limit) : limit;

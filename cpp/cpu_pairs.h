@@ -1,8 +1,7 @@
-// What depends on the single pair of query and key, and is read from an array or drawn for each: bias, mask,
-// segments, dropout. Included once for each instruction set (no include guard), inside its namespace: see
-// cpu_unit.h.
+// Pair options: bias, ALiBi, mask, segments and dropout, which differ from pair to pair. Included once for
+// each instruction set, without an include guard, inside its namespace: see cpu_unit.h.
 
-// Of the query rows of one batch and key head, as GroupRows numbers them.
+// The pair options of the query rows of one batch element and key head, numbered as in GroupRows.
 template <typename T>
 class Pairs {
  public:
@@ -15,7 +14,7 @@ class Pairs {
   bool any() const { return has_bias() || may_hide() || may_drop(); }
   T kept_factor() const { return T(1 / (1 - params_.options.dropout_rate)); }
 
-  // Which pairs of rows and keys the mask and the segments leave visible; false where there is none.
+  // Writes which pairs the mask and the segments leave visible. Returns whether any pair is.
   bool LoadVisible(int64_t first_row, int64_t rows, int64_t first_key, int64_t keys, bool* visible,
                    int64_t stride) const {
     bool any = false;
@@ -60,7 +59,7 @@ class Pairs {
     }
   }
 
-  // |i + query_offset - j|, what the slope of a head counts.
+  // |i + query_offset - j|, the distance that ALiBi multiplies by the slope.
   T Distance(int64_t row, int64_t key) const {
     const int64_t offset = params_.query_offset ? params_.query_offset[batch_] : 0;
     return T(std::abs(At(row).query + offset - key));

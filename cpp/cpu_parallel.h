@@ -1,4 +1,4 @@
-// Loops over independent work items on a thread pool, and the scratch memory of their workers.
+// Loops over independent work items on a thread pool, and scratch memory for the workers.
 #pragma once
 
 #include <algorithm>
@@ -25,12 +25,12 @@ inline int64_t NumWorkers(ThreadPool& pool, int64_t items) {
 }
 
 // Calls body(worker, item) once for each item in [0, items), with worker in [0, workers). Items start in
-// ascending order, so an item may wait for a smaller one. The caller is a worker too and waits only for items
-// that another worker has started: the loop ends even if the pool never runs a task.
+// ascending order, so an item may wait for a smaller one. The caller is a worker, too, and waits only for
+// items that another worker has started, so the loop ends even if the pool never runs a task.
 template <typename Body>
 void ParallelFor(ThreadPool& pool, int64_t workers, int64_t items, const Body& body) {
-  // Shared, as a task may start after the loop has ended; it then finds no item left and does not touch the
-  // body.
+  // Shared, because a task may start after the loop has ended; it then finds no item left and does not touch
+  // the body.
   struct State {
     std::atomic<int64_t> next_item{0}, next_worker{0}, items_left;
     std::mutex mutex;
@@ -53,17 +53,17 @@ void ParallelFor(ThreadPool& pool, int64_t workers, int64_t items, const Body& b
   try {
     for (int64_t i = 1; i < workers; ++i) pool.Schedule(work);
   } catch (...) {
-    // Fewer workers: those that there are use `body`, and must not outlive this call.
+    // Continue with the workers scheduled so far. They use `body`, so this call must not end before they do.
   }
   work();
   std::unique_lock lock(state->mutex);
   state->done.wait(lock, [&] { return state->items_left == 0; });
 }
 
-// One aligned block of memory, not initialised. data() is null where there was none to have.
+// One aligned block of uninitialized memory. data() is null if the allocation failed.
 class Scratch {
  public:
-  static constexpr size_t kAlignment = 64;  // a cache line, and the widest vector
+  static constexpr size_t kAlignment = 64;  // a cache line and the widest vector
 
   explicit Scratch(size_t bytes)
       : data_(std::aligned_alloc(kAlignment, (bytes + kAlignment) / kAlignment * kAlignment)) {}
@@ -76,7 +76,7 @@ class Scratch {
   void* data_;
 };
 
-// Hands out arrays from a block, each aligned. Run with a null block it measures the size.
+// Hands out aligned arrays from a block. With a null block it only measures the size.
 class Arena {
  public:
   explicit Arena(std::byte* data) : data_(data) {}

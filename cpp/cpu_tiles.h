@@ -1,9 +1,9 @@
-// Between the tensors in memory and the tiles in scratch. Included once for each instruction set (no include
-// guard), inside its namespace: see cpu_unit.h.
+// Moves between the tensors in memory and the tiles in scratch. Included once for each instruction set,
+// without an include guard, inside its namespace: see cpu_unit.h.
 
-// A tile's query rows (M) and keys (N): multiples of every step of the products, which may then round up
-// within a tile, and small enough for the scratch to stay in the L2 cache. Backward holds on to its keys
-// while the queries go past: the more keys, the less often q, dout and dq are moved.
+// Query rows (M) and keys (N) of a tile. They are multiples of every step of the products, which may then
+// round up within a tile, and small enough for the scratch to stay in the L2 cache. The backward pass keeps
+// its keys while the queries go past: the more keys, the less often q, dout and dq are moved.
 constexpr int64_t kForwardM = 96, kForwardN = 96;
 constexpr int64_t kBackwardM = 48, kBackwardN = 192;
 static_assert(kForwardM % kRowStep == 0 && kForwardM % (kColumnStep * kLanes<float>) == 0);
@@ -11,13 +11,13 @@ static_assert(kForwardN % kRowStep == 0);
 static_assert(kBackwardM % kRowStep == 0);
 static_assert(kBackwardN % kRowStep == 0 && kBackwardN % (kColumnStep * kLanes<float>) == 0);
 
-// The query rows of one batch and key head: those of all query heads that read it, by query, then by head.
-// They share its keys, so they fill tiles together. Row r of query r / group.
+// The query rows of one batch element and key head: those of all query heads that read it, ordered by query,
+// then by head. They share its keys, so they fill tiles together. Row r belongs to query r / group.
 template <typename Storage>
 struct GroupRows {
   Storage* data;   // element [batch, 0, first head of the group, 0]
   int64_t stride;  // from one query to the next
-  int64_t group;   // heads
+  int64_t group;   // query heads per key head
   int64_t width;   // elements of a row
 
   GroupRows(Storage* tensor, const AttentionParams& params, int64_t batch, int64_t kv_head, int64_t width)
@@ -27,7 +27,7 @@ struct GroupRows {
   Storage* Row(int64_t row) const { return data + row / group * stride + row % group * width; }
 };
 
-// The rows of one batch and key head in k, v or their gradients.
+// The rows of one batch element and key head in k, v or their gradients.
 template <typename Storage>
 struct KeyRows {
   Storage* data;
@@ -41,8 +41,9 @@ struct KeyRows {
   Storage* Row(int64_t row) const { return data + row * stride; }
 };
 
-// The tensor's rows [first, end) -> the tile's rows, each followed by zeros up to tile_stride. The tile's
-// rows up to tile_rows are zeros, as are those which `keep` (by row of the tile; may be null) leaves out.
+// Copies the tensor's rows [first, end) to the rows of a tile, each padded with zeros to tile_stride. Rows
+// for which `keep` (indexed by row of the tile; may be null) is false, and rows from `end` to tile_rows, are
+// zeros.
 template <typename T, typename Rows>
 void LoadRows(const Rows& tensor, int64_t first, int64_t end, const bool* keep, T* tile, int64_t tile_stride,
               int64_t tile_rows) {
@@ -57,7 +58,7 @@ void LoadRows(const Rows& tensor, int64_t first, int64_t end, const bool* keep, 
   }
 }
 
-// tile [rows, columns] -> transposed [columns, rows], rows a multiple of kLanes.
+// Transposes tile [rows, columns] into transposed [columns, rows]; rows is a multiple of kLanes.
 template <typename T>
 void Transpose(const T* tile, int64_t tile_stride, int64_t rows, int64_t columns, T* transposed,
                int64_t transposed_stride) {
@@ -85,7 +86,7 @@ void Zero(T* tile, int64_t count) {
   __builtin_memset(tile, 0, count * sizeof(T));
 }
 
-// What multiplies q . k.
+// The factor of q . k in the logits.
 template <typename T>
 T LogitScale(const AttentionParams& params, int64_t batch) {
   const T* factors = static_cast<const T*>(params.scale_factor);

@@ -1,5 +1,5 @@
-// The 16-bit types, converted in integer arithmetic: what compilers turn into vector code on every machine,
-// and what needs no compiler support of the types.
+// The 16-bit types, converted with integer arithmetic. Compilers vectorize it on every machine, and they need
+// not support the types.
 #pragma once
 
 #include <bit>
@@ -15,7 +15,7 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// The type that a tensor of type T is computed in.
+// The type in which a tensor of type T is computed.
 template <typename T>
 using ComputeType = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
@@ -25,14 +25,14 @@ inline float ToCompute(BFloat16 x) { return std::bit_cast<float>(uint32_t{x.bits
 inline float ToCompute(Half x) {
   const uint32_t sign = uint32_t{x.bits} >> 15 << 31;
   const uint32_t magnitude = x.bits & 0x7fffu;
-  // The exponent moves from bias 15 to bias 127; Inf and NaN get the rest of the way by an overflow.
+  // Rebiases the exponent from 15 to 127. Infinity and NaN get there by overflow.
   const float normal = std::bit_cast<float>((magnitude << 13) + (0xe0u << 23)) * 0x1p-112f;
   const float subnormal = std::bit_cast<float>(magnitude | (126u << 23)) - 0.5f;
   const float value = magnitude < 0x400u ? subnormal : normal;
   return std::bit_cast<float>(std::bit_cast<uint32_t>(value) | sign);
 }
 
-// Rounds to nearest even; a NaN stays one.
+// Rounds to nearest even; a NaN stays a NaN.
 template <typename T>
 T FromCompute(ComputeType<T> x) {
   return x;

@@ -1,10 +1,10 @@
-// The translation unit of one instruction set (no include guard), which defines before it includes this:
-//   TARGET           the set, as the compiler calls it; not defined: what it compiles for anyway
-//   VECTOR_BYTES, VECTOR_REGISTERS
-//   KERNELS          the name of the table that is defined here
-// The compiler is told the set by pragmas around the kernels alone: with a flag for the whole unit, inline
-// functions of the standard library would be compiled for it, too, and the linker might take those for every
-// machine.
+// The translation unit of one instruction set. It has no include guard; define before including it:
+//   TARGET           the compiler's name of the instruction set; undefined: the compiler's default
+//   VECTOR_BYTES     size of a vector
+//   VECTOR_REGISTERS number of vector registers
+//   KERNELS          name of the table that is defined here
+// Pragmas around the kernels select the instruction set. A compiler flag would apply to inline functions of
+// the standard library, too, and the linker might use those copies on every machine.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -21,7 +21,8 @@
 #include "dropout.h"
 #include "params.h"
 
-// Before and after a worker hands a part of dq to the next one; tests/sanitize_cpu has it yield at random.
+// Called before and after a worker hands a part of dq to the next one; in tests/sanitize_cpu it yields at
+// random.
 #if !defined(HAND_OVER)
 #define HAND_OVER() ((void)0)
 #endif
@@ -52,7 +53,7 @@ int64_t GroupSize(const AttentionParams& params) {
 }
 
 BEGIN_TARGET(TARGET)
-// clang-format off: each needs those before it
+// clang-format off: each file needs those before it
 #include "cpu_vector.h"
 #include "cpu_tiles.h"
 #include "cpu_pairs.h"

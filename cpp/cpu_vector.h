@@ -1,5 +1,5 @@
-// Vectors of kVectorBytes, the exponential on them, and the matrix product of tiles. Included once for each
-// instruction set (no include guard), inside its namespace: see cpu_unit.h.
+// Vectors of kVectorBytes, exp and tanh of vectors, and the matrix product of tiles. Included once for each
+// instruction set, without an include guard, inside its namespace: see cpu_unit.h.
 
 template <typename T>
 struct VectorOf {
@@ -7,7 +7,7 @@ struct VectorOf {
 };
 template <typename T>
 using Vec = typename VectorOf<T>::Type;
-// The integers as wide as T.
+// Integers as wide as T.
 template <typename T>
 using Int = std::conditional_t<std::is_same_v<T, double>, int64_t, int32_t>;
 
@@ -29,8 +29,7 @@ INLINE Vec<T> Broadcast(T x) {
   return x - Vec<T>{};  // x - 0 is x for every x, also -0
 }
 
-// ---- exp and tanh
-// ------------------------------------------------------------------------------------------------
+// ---- exp and tanh ----
 
 template <typename T>
 struct ExpConstants;
@@ -58,16 +57,16 @@ constexpr double kInverseFactorials[] = {
     1.0,        1.0,         1.0 / 2,      1.0 / 6,       1.0 / 24,       1.0 / 120,       1.0 / 720,
     1.0 / 5040, 1.0 / 40320, 1.0 / 362880, 1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800};
 
-// exp(x) = power * (1 + fraction), with power = 2^n for the integer n nearest to x / ln 2 and fraction the
-// Taylor polynomial of exp(r) - 1 for the rest r, |r| <= ln(2) / 2. Within [kMin, kMax], where power and
-// result are normal numbers; a NaN gives a NaN.
+// exp(x) = power * (1 + fraction). power is 2^n for the integer n nearest to x / ln 2, and fraction the
+// Taylor polynomial of exp(r) - 1 for the remainder r, |r| <= ln(2) / 2. Holds within [kMin, kMax], where
+// power and result are normal numbers; NaN gives NaN.
 template <typename T>
 INLINE void SplitExp(Vec<T> x, Vec<T>& power, Vec<T>& fraction) {
   using C = ExpConstants<T>;
   const Vec<T> shifted = x * T(1.4426950408889634074) + C::kRound;
   const Vec<T> n = shifted - C::kRound;
   const Vec<T> r = (x - n * C::kLn2High) - n * C::kLn2Low;
-  const Vec<Int<T>> bits = (Vec<Int<T>>)shifted;  // n in its low bits, whatever stands above is shifted out
+  const Vec<Int<T>> bits = (Vec<Int<T>>)shifted;  // n is in the low bits; the shift drops those above
   power = (Vec<T>)((bits + C::kExponentBias) << C::kMantissaBits);
   Vec<T> polynomial = Broadcast(T(kInverseFactorials[C::kDegree]));
 #pragma GCC unroll 16
@@ -75,13 +74,13 @@ INLINE void SplitExp(Vec<T> x, Vec<T>& power, Vec<T>& fraction) {
   fraction = polynomial * r;
 }
 
-// exp(x), with 0 below the smallest normal number and Inf from 2^127.5 (2^1023.5) on.
+// exp(x); 0 below the smallest normal number, and infinity from 2^127.5 (2^1023.5) on.
 template <typename T>
 INLINE Vec<T> Exp(Vec<T> x) {
   using C = ExpConstants<T>;
   Vec<T> power, fraction;
   SplitExp<T>(x, power, fraction);
-  // Not fraction * power + power: XLA flushes denormal numbers to 0, which the first product may be.
+  // Not fraction * power + power: the product may be denormal, and XLA flushes denormal numbers to 0.
   Vec<T> y = (fraction + T(1)) * power;
   y = x < C::kMin ? Vec<T>{} : y;
   return x > C::kMax ? Broadcast(std::numeric_limits<T>::infinity()) : y;
@@ -89,7 +88,7 @@ INLINE Vec<T> Exp(Vec<T> x) {
 
 template <typename T>
 INLINE Vec<T> Tanh(Vec<T> x) {
-  const T limit = 20;  // from there on tanh is 1
+  const T limit = 20;  // tanh rounds to 1 from here on
   const Vec<T> magnitude = x < T(0) ? -x : x;
   const Vec<T> y = T(2) * (magnitude > limit ? Broadcast(limit) : magnitude);
   Vec<T> power, fraction;
@@ -99,10 +98,9 @@ INLINE Vec<T> Tanh(Vec<T> x) {
   return x < T(0) ? -t : t;
 }
 
-// ---- Matrix product of tiles
-// -------------------------------------------------------------------------------------
+// ---- Matrix product of tiles ----
 
-// The block of the result that is held in registers: kRowStep rows, kColumnStep vectors.
+// The block of the result held in registers: kRowStep rows of kColumnStep vectors.
 constexpr int kRowStep = kVectorRegisters >= 32 ? 8 : 6;
 constexpr int kColumnStep = 2;
 
@@ -140,15 +138,15 @@ INLINE void MultiplyStep(int64_t depth, const T* a, int64_t a_stride, const T* b
 #pragma GCC unroll 2
     for (int column = 0; column < kColumns; ++column) {
       T* to = c + row * c_stride + column * kLanes<T>;
-      // Added as a whole: the error of a long sum grows with the number of its blocks instead of its terms.
+      // Added as a whole: the error of a long sum grows with the number of blocks, not of terms.
       if constexpr (into == Into::kAccumulate) sum[row][column] += Load(to);
       Store(to, sum[row][column]);
     }
   }
 }
 
-// c[rows, columns] (+)= a[rows, depth] b[depth, columns], with a stored [depth, rows] where it is
-// kTransposed. Rows are rounded up to kRowStep and columns to a vector: the arrays must be that large.
+// c[rows, columns] (+)= a[rows, depth] b[depth, columns]. With kTransposed, a is stored as [depth, rows].
+// Rows are rounded up to kRowStep and columns to a vector; the arrays must be large enough for both.
 template <Layout layout, Into into, typename T>
 void Multiply(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t a_stride, const T* b,
               int64_t b_stride, T* c, int64_t c_stride) {

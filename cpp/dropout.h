@@ -1,5 +1,5 @@
 // Which probabilities dropout keeps: a function of seed, head, row and column alone, the same in every kernel
-// and in jax_flash/_dropout.py. The bits are those of Philox4x32-10 (Salmon et al., "Parallel random numbers:
+// and in jax_flash/_dropout.py. The random bits are Philox4x32-10's (Salmon et al., "Parallel random numbers:
 // as easy as 1, 2, 3", 2011).
 #pragma once
 
@@ -16,17 +16,18 @@
 
 namespace jax_flash {
 
-// Of one head. A call decides about the 8 pairs of rows r, r + 8 and columns c, c + 1, c + 8, c + 9 of a 16 x
-// 16 tile: those that a thread of a tensor core product holds, whichever way round the tile lies.
+// Dropout of one head. One call of bits() decides on 8 pairs: rows r, r + 8 and columns c, c + 1, c + 8, c +
+// 9 of a 16 x 16 tile. A thread of a tensor-core product holds just these; if the product is transposed, it
+// holds half of those of two calls.
 struct Dropout {
   uint32_t key[2];
   uint32_t head;
-  uint32_t threshold;  // a pair is kept if its 16 bits are not below
+  uint32_t threshold;  // a pair is kept if its 16 bits are at least this
 
   struct Bits {
     uint32_t words[4];
 
-    // Of row half `h` (rows r + 8 h), column half `half` and column c + `odd` within it.
+    // The bits of row r + 8 h and column c + 8 half + odd.
     JAX_FLASH_INLINE uint32_t decision(int h, int half, int odd) const {
       return words[2 * h + half] >> (16 * odd) & 0xffff;
     }
@@ -47,7 +48,7 @@ struct Dropout {
 
   JAX_FLASH_INLINE bool keeps(uint32_t decision) const { return decision >= threshold; }
 
-  // The threshold of a rate.
+  // The threshold for a dropout rate.
   static uint32_t threshold_of(double rate) { return static_cast<uint32_t>(std::nearbyint(rate * 65536)); }
 };
 

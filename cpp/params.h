@@ -1,15 +1,15 @@
-// The parameters of a kernel: sizes, options, and pointers with their shapes. Shared by the CPU and the CUDA
-// kernels, so it includes neither XLA nor CUDA headers.
+// The parameters of a kernel: sizes, options, and pointers with their shapes. CPU and CUDA kernels share
+// them, so this file includes neither XLA nor CUDA headers.
 //
-// Letters: B batch, T query length, S key length, N query heads, K key heads, H head dim, Hv value head dim.
-// Every array is dense and row-major.
+// B is the batch size, T the query length, S the key length, N and K the numbers of query and key heads, H
+// the head dim, Hv the head dim of the values. Every array is dense and row-major.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_flash {
 
-// Every dimension is below this, so that positions and their differences fit in an int.
+// Every dimension is smaller than this, so positions and their differences fit in an int.
 inline constexpr int64_t kMaxSize = int64_t{1} << 29;
 
 enum class DType { kFloat16, kBFloat16, kFloat32, kFloat64, kBool };
@@ -20,7 +20,7 @@ struct Options {
 #undef OPTION
 };
 
-// An array that is broadcast to [B, N, T, S]: an axis of size 1 has stride 0.
+// An array broadcast to [B, N, T, S]: a broadcast dimension (size 1) has stride 0.
 struct PairArray {
   const void* data;  // null when absent
   DType dtype;
@@ -29,27 +29,29 @@ struct PairArray {
   explicit operator bool() const { return data != nullptr; }
 };
 
-// Masks, segments and sums of dbias are worked on in blocks of this many queries and keys.
+// Masks, segments and sums of dbias are processed in blocks of this many queries and keys.
 inline constexpr int64_t kVisibilityBlock = 64;
 
-// Statistics of queries (delta, lse_log2) have T rounded up to this: whole blocks of every CUDA kernel.
+// Row statistics (delta, lse_log2) have T rounded up to a multiple of this, so every CUDA kernel reads whole
+// blocks.
 inline constexpr int64_t kStatsRows = 128;
 
-// The float32 sums of 16-bit dq have T rounded up to this: whole tiles of Hopper's kernel.
+// The float32 sums of 16-bit dq have T rounded up to a multiple of this, so Hopper's kernel writes whole
+// tiles.
 inline constexpr int64_t kDqRows = 16;
 
 // Workspace of the CUDA kernels for a mask or segments; all null without them. workspace.def has the shapes.
 struct VisibilityWorkspace {
-  int64_t num_heads;    // of visibility and lists: N where the mask differs between heads, else 1
-  uint8_t* visibility;  // of each block of queries and keys: hidden, partly or wholly visible
+  int64_t num_heads;    // of visibility and lists: N if the mask differs between heads, else 1
+  uint8_t* visibility;  // for each block of queries and keys: hidden, partly or fully visible
   uint32_t* lists;      // the visible blocks of each tile of queries or of each tile of keys
 
   // The mask as bits, in pairs of words: the 64 keys of a block for each query, or the 64 queries for each
-  // key. Axes of size 1 are the mask's, with one pair of words for one along a row.
+  // key. Broadcast dimensions keep size 1; a row that is broadcast along its length is one pair of words.
   struct Bits {
     uint32_t* words;  // null if the call does not have them
     int64_t batch_stride, head_stride, row_stride;
-    int word_step;  // 0 where the mask has size 1 along a row, else 1
+    int word_step;  // 0 if the mask is broadcast within a row, else 1
   } of_queries, of_keys;
 };
 
@@ -75,12 +77,12 @@ struct AttentionParams {
 
   // Workspace of the CUDA kernels: workspace.def has the shapes.
   VisibilityWorkspace visible;
-  int32_t* tile_counter;  // gives tiles to blocks that stay on the device; null except for 16-bit dtypes
+  int32_t* tile_counter;  // persistent blocks draw tiles from it; null except for 16-bit dtypes
 };
 
 struct ForwardParams : AttentionParams {
   void* out;  // [B, T, N, Hv]
-  void* lse;  // [B, T, N], float32 (float64 for float64), natural logarithm; -inf for a row that sees no key
+  void* lse;  // [B, T, N], float32 (float64 for float64); -inf or the sink for a fully masked row
 };
 
 struct BackwardParams : AttentionParams {
@@ -93,10 +95,10 @@ struct BackwardParams : AttentionParams {
   void* dk;  // [B, S, K, H]
   void* dv;  // [B, S, K, Hv]
 
-  // The pass for the gradient of bias or alibi_slopes has these instead of dq, dk and dv: sums of it, in
-  // lse's dtype. [B', N', T, S] for a bias that has both T and S, each the sum over B / B' batch elements and
-  // N / N' heads. Otherwise [B, N, T / rows, S / keys], rounded up, each the sum over kVisibilityBlock rows,
-  // keys or both.
+  // The pass for the gradient of bias or alibi_slopes has this instead of dq, dk and dv: partial sums of the
+  // gradient, in lse's dtype. A bias with both T and S has [B', N', T, S], each element the sum over B / B'
+  // batch elements and N / N' heads. Otherwise the shape is [B, N, T / rows, S / keys], rounded up, each
+  // element the sum over kVisibilityBlock rows, keys or both.
   void* dbias;
   int64_t dbias_batch, dbias_num_heads;  // B', N'
   int64_t dbias_rows, dbias_keys;        // 1 or kVisibilityBlock
@@ -104,10 +106,10 @@ struct BackwardParams : AttentionParams {
   // Workspace of the CUDA kernels: workspace.def has the shapes.
   float* delta;     // rowsum(dout * out) - dlse
   float* lse_log2;  // lse * log2(e), made safe for exp2
-  float* dq_accum;  // sums of 16-bit dq, in the order that suits the kernel; null where it needs none
+  float* dq_accum;  // sums of 16-bit dq, in an order that suits the kernel; null if it needs none
 
-  // Whether dq is left to a kernel of its own, which needs no sums in memory: when deterministic, and when
-  // the caller gave no room for the sums.
+  // Whether a separate kernel computes dq, which needs no sums in memory: if deterministic, or if the caller
+  // gave no room for the sums.
   bool leaves_dq;
 };
 

@@ -1,4 +1,4 @@
-// Approximate functions and conversions, an instruction or two each.
+// Approximate functions and conversions of one or two instructions.
 #pragma once
 
 #include <cmath>
@@ -19,14 +19,14 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
-// The largest of three as signed integers with these bits: one instruction on 9.0.
+// The largest of three floats, compared as signed integers: one instruction on 9.0.
 __device__ __forceinline__ float max_of_bits(float a, float b, float c) {
   return __int_as_float(__vimax3_s32(__float_as_int(a), __float_as_int(b), __float_as_int(c)));
 }
 
-// x such that the tensor core, which ignores the 13 low bits, sees it rounded to TF32: to nearest, ties away
-// from zero. NaN and infinity keep their bits: half added to a NaN of all ones would carry over to -0.
-// (cvt.rna.tf32 is the same with one instruction more, to clear the low bits.)
+// Rounds x to TF32, to nearest with ties away from zero. The tensor core ignores the 13 low bits, so they are
+// not cleared; cvt.rna.tf32 does the same and clears them, with one instruction more. NaN and infinity keep
+// their bits: adding half to a NaN of all ones would carry over to -0.
 __device__ __forceinline__ uint32_t round_to_tf32(uint32_t x) {
   return fabsf(__uint_as_float(x)) < INFINITY ? x + 0x1000 : x;
 }

@@ -9,8 +9,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies kBytes to shared memory asynchronously; writes zeros, and reads nothing, where `valid` is false.
-// cp.async bypasses L1 (.cg) only at 16 bytes. Both addresses aligned to kBytes.
+// Copies kBytes to shared memory asynchronously. If `valid` is false, writes zeros and reads nothing.
+// cp.async bypasses L1 (.cg) only at 16 bytes. Both addresses are aligned to kBytes.
 template <int kBytes>
 __device__ __forceinline__ void copy_async(uint32_t shared, const void* global, bool valid) {
   static_assert(kBytes == 4 || kBytes == 16);
@@ -32,7 +32,7 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Four 8 x 16-byte matrices; lane l gives the address of row l % 8 of matrix l / 8. Addresses aligned to 16
+// Loads four 8 x 16-byte matrices. Lane l gives the address of row l % 8 of matrix l / 8, aligned to 16
 // bytes.
 __device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], uint32_t shared
                : "memory");
 }
 
-// The same, each matrix transposed as 8 x 8 elements of 16 bits.
+// Like load_matrix_x4, with each matrix transposed as 8 x 8 elements of 16 bits.
 __device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&r)[4], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -49,21 +49,21 @@ __device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&r)[4], uint
                : "memory");
 }
 
-// Stores four 8 x 16-byte matrices laid out as load_matrix_x4_transposed loads them. Compute capability 9.0.
+// Stores four 8 x 16-byte matrices in the layout of load_matrix_x4_transposed. Compute capability 9.0.
 __device__ __forceinline__ void store_matrix_x4_transposed(uint32_t shared, const uint32_t (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
 
-// Stores four 8 x 16-byte matrices laid out as load_matrix_x4 loads them. Compute capability 9.0.
+// Stores four 8 x 16-byte matrices in the layout of load_matrix_x4. Compute capability 9.0.
 __device__ __forceinline__ void store_matrix_x4(uint32_t shared, const uint32_t (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]),
                "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
 
-// 16 bytes. Address aligned to 16 bytes.
+// Loads 16 bytes from an address aligned to 16 bytes.
 __device__ __forceinline__ void load_shared_x4(uint32_t (&r)[4], uint32_t shared) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -71,19 +71,19 @@ __device__ __forceinline__ void load_shared_x4(uint32_t (&r)[4], uint32_t shared
                : "memory");
 }
 
-// 16 bytes. Address aligned to 16 bytes.
+// Stores 16 bytes to an address aligned to 16 bytes.
 __device__ __forceinline__ void store_shared_x4(uint32_t shared, const uint32_t (&r)[4]) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]), "r"(r[1]), "r"(r[2]),
                "r"(r[3])
                : "memory");
 }
 
-// 8 bytes. Address aligned to 8 bytes.
+// Loads 8 bytes from an address aligned to 8 bytes.
 __device__ __forceinline__ void load_shared_x2(float (&r)[2], uint32_t shared) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(r[0]), "=f"(r[1]) : "r"(shared) : "memory");
 }
 
-// 16 bytes. Address aligned to 16 bytes.
+// Stores 16 bytes to an address aligned to 16 bytes.
 __device__ __forceinline__ void store_shared_x4(uint32_t shared, const float (&r)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(r[0]), "f"(r[1]), "f"(r[2]),
                "f"(r[3])
@@ -100,8 +100,8 @@ __device__ __forceinline__ void store_shared(uint32_t shared, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
 }
 
-// Adds to global memory without waiting for the result: kCount neighbours in one instruction where the chip
-// has it (compute capability 9.0). The address is aligned to 4 * kCount bytes.
+// Adds kCount neighbouring floats to global memory without waiting for the result, with one instruction on
+// compute capability 9.0. The address is aligned to 4 * kCount bytes.
 template <int kCount>
 __device__ __forceinline__ void reduce_add(float* global, const float (&value)[kCount]) {
   static_assert(kCount == 1 || kCount == 2 || kCount == 4);

@@ -1,13 +1,14 @@
-// Tensor-core products of one warp (mma.sync): d += a b, accumulated in float32.
-// PTX ISA, "Matrix multiply-accumulate operation using mma instruction"; g = lane / 4, t = lane % 4.
+// Tensor-core products of one warp (mma.sync): d += a b, accumulated in float32. See PTX ISA, "Matrix
+// multiply-accumulate operation using mma instruction". Comments say what a lane holds, with g = lane / 4, t
+// = lane % 4.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_flash::cuda::ptx {
 
-// m16n8k16. a: rows g, g + 8; columns 2t, 2t + 1 and 8 more. b: rows as a's columns, column g. d: columns 2t,
-// 2t + 1.
+// m16n8k16. a: rows g, g + 8; columns 2t, 2t + 1, 2t + 8, 2t + 9. b: rows as a's columns; column g. d: rows
+// g, g + 8; columns 2t, 2t + 1.
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -24,8 +25,8 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], c
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// m16n8k8. a: rows g, g + 8; columns t, t + 4. b: rows t, t + 4; column g. The low 13 bits of an operand are
-// ignored.
+// m16n8k8. a: rows g, g + 8; columns t, t + 4. b: rows t, t + 4; column g. d as above. The 13 low bits of the
+// operands are ignored.
 __device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

@@ -1,4 +1,4 @@
-// The copy engine (TMA): boxes of a tensor between global and shared memory, one thread a copy. Compute
+// The copy engine (TMA): one thread copies a box of a tensor between global and shared memory. Compute
 // capability 9.0.
 #pragma once
 
@@ -8,12 +8,12 @@
 
 namespace jax_flash::cuda::ptx {
 
-// How long what is copied should stay in L2: what createpolicy.fractional makes for all of it, as constants
-// (made anew for each copy, they were measured to cost 2 %).
+// How long copied data should stay in L2. These constants are the policies that createpolicy.fractional makes
+// for all of the data; making one for each copy was measured to cost 2 %.
 inline constexpr uint64_t kEvictFirst = 0x12F0000000000000, kEvictLast = 0x14F0000000000000;
 
-// Copies the box at (x0, x1, x2, x3) to `shared` and counts its bytes on `barrier`. What lies outside of the
-// tensor is zero, and counts.
+// Copies the box at (x0, x1, x2, x3) to `shared` and counts its bytes on `barrier`. Elements outside of the
+// tensor are zero and count, too.
 __device__ __forceinline__ void tensor_load(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x0,
                                             int x1, int x2, int x3, uint64_t policy) {
   asm volatile(
@@ -23,8 +23,8 @@ __device__ __forceinline__ void tensor_load(uint32_t shared, const CUtensorMap& 
       : "memory");
 }
 
-// Copies `bytes` of global memory to `shared` and counts them on `barrier`. Both aligned to 16 bytes, which
-// `bytes` is a multiple of.
+// Copies `bytes` of global memory to `shared` and counts them on `barrier`. `bytes` and both addresses are
+// multiples of 16.
 __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, uint32_t bytes,
                                           uint32_t barrier) {
   asm volatile(
@@ -33,7 +33,7 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, u
       : "memory");
 }
 
-// Copies `shared` to the box at (x0, x1, x2, x3), but for what lies outside of the tensor.
+// Copies `shared` to the box at (x0, x1, x2, x3), except elements outside of the tensor.
 __device__ __forceinline__ void tensor_store(const CUtensorMap& map, uint32_t shared, int x0, int x1, int x2,
                                              int x3) {
   asm volatile(
@@ -42,8 +42,7 @@ __device__ __forceinline__ void tensor_store(const CUtensorMap& map, uint32_t sh
       : "memory");
 }
 
-// Adds `bytes` of float32 in `shared` to global memory. Both aligned to 16 bytes, which `bytes` is a multiple
-// of.
+// Adds `bytes` of float32 in `shared` to global memory. `bytes` and both addresses are multiples of 16.
 __device__ __forceinline__ void bulk_reduce_add(float* global, uint32_t shared, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
                "r"(shared), "r"(bytes)
@@ -55,13 +54,12 @@ __device__ __forceinline__ void tensor_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until the stores that this thread has committed have read shared memory.
+// Waits until all stores committed by this thread have read shared memory.
 __device__ __forceinline__ void tensor_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Orders this thread's ordinary accesses to shared memory before what the copy engine and wgmma do to it
-// next.
+// Orders this thread's ordinary accesses to shared memory before later ones by the copy engine and wgmma.
 __device__ __forceinline__ void async_proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

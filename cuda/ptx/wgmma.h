@@ -1,8 +1,8 @@
-// Tensor-core products of a warpgroup (wgmma): d += a b, 64 rows, accumulated in float32. Compute
-// capability 9.0a. PTX ISA, "Asynchronous warpgroup level matrix multiply-accumulate operation".
+// Tensor-core products of a warpgroup (wgmma): d += a b, 64 rows, accumulated in float32. Compute capability
+// 9.0a. See PTX ISA, "Asynchronous warpgroup level matrix multiply-accumulate operation".
 //
-// The products run behind the back of the program: between wgmma_fence() and the end of wgmma_wait() neither
-// the accumulators nor an operand in registers may be touched, and the compiler does not know.
+// The products are asynchronous, and the compiler does not know: between wgmma_fence() and the end of
+// wgmma_wait(), neither the accumulators nor operands in registers may be touched.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace jax_flash::cuda::ptx {
 
-// Before the first product after registers that it uses were written.
+// Call before the first product after writing to registers that it uses.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Ends a group of products.
@@ -44,22 +44,23 @@ __device__ __forceinline__ void keep_in_place(uint32_t (&r)[kTiles][4]) {
   }
 }
 
-// What a product is told of a tile in shared memory whose rows are 128 bytes long and swizzled as the copy
-// engine does it (16-byte chunk c of row r lies at chunk c ^ (r % 8)); wider tiles are several of these side
-// by side, `pitch` bytes apart. `address` is aligned to 1024 bytes; later rows and columns of a tile are
-// reached by adding bytes / 16 to the descriptor. PTX ISA, "Matrix descriptor".
+// Describes a tile in shared memory whose rows are 128 bytes long and swizzled as by the copy engine: 16-byte
+// chunk c of row r lies at chunk c ^ (r % 8). A wider tile is several of these side by side, `pitch` bytes
+// apart. `address` is aligned to 1024 bytes; to reach later rows and columns of a tile, add bytes / 16 to the
+// descriptor. See PTX ISA, "Matrix descriptor".
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t pitch) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kEightRows = uint64_t{1024 / 16} << 32;
   return kSwizzle128 | kEightRows | uint64_t{pitch / 16} << 16 | address / 16;
 }
 
-// m64nNk16: d[nt][2h + c] is row 16 w + 8 h + g, column 8 nt + 2 t + c in warp w, g = lane / 4, t = lane % 4.
-// Where `accumulate` is false, d is overwritten.
+// m64nNk16: d[nt][2h + c] is row 16 w + 8 h + g, column 8 nt + 2 t + c in warp w, with g = lane / 4, t = lane
+// % 4. If `accumulate` is false, d is overwritten.
 template <class Arithmetic, int kN>
 struct Wgmma;
 
-// The instruction names each register, so its text is put together from groups of 8, which are 16 columns.
+// The instruction names each register, so its text is assembled from groups of 8 registers, which are 16
+// columns.
 #define JAX_FLASH_TEXT_0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define JAX_FLASH_TEXT_1 "%8, %9, %10, %11, %12, %13, %14, %15"
 #define JAX_FLASH_TEXT_2 "%16, %17, %18, %19, %20, %21, %22, %23"
@@ -103,11 +104,11 @@ struct Wgmma;
 #define JAX_FLASH_D_N192 JAX_FLASH_D_N128, JAX_FLASH_D(8), JAX_FLASH_D(9), JAX_FLASH_D(10), JAX_FLASH_D(11)
 #define JAX_FLASH_D_N256 JAX_FLASH_D_N192, JAX_FLASH_D(12), JAX_FLASH_D(13), JAX_FLASH_D(14), JAX_FLASH_D(15)
 
-// i0 to i4: the numbers that follow those of d.
+// i0 to i4: the operand numbers after those of d.
 #define JAX_FLASH_WGMMA(arithmetic, type, n, i0, i1, i2, i3, i4)                                            \
   template <>                                                                                               \
   struct Wgmma<arithmetic, n> {                                                                             \
-    /* a [64, 16] in shared memory, and b: [n, 16], or [16, n] where its rows lie along n. */               \
+    /* a [64, 16] and b in shared memory; b is [n, 16], or [16, n] with kBAlongN. */                        \
     template <bool kBAlongN>                                                                                \
     static __device__ __forceinline__ void shared(float (&d)[n / 8][4], uint64_t a, uint64_t b,             \
                                                   bool accumulate) {                                        \
@@ -118,9 +119,8 @@ struct Wgmma;
                    : JAX_FLASH_D_N##n                                                                       \
                    : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(int{kBAlongN}));                \
     }                                                                                                       \
-    /* a in registers, laid out as d is, two columns packed in one; b [16, n] in shared memory, rows along  \
-     * n.                                                                                                   \
-     */                                                                                                     \
+    /* a in registers, in the layout of d with two columns packed in one register; b [16, n] in shared      \
+     * memory. */                                                                                           \
     static __device__ __forceinline__ void registers(float (&d)[n / 8][4], const uint32_t (&a)[4],          \
                                                      uint64_t b) {                                          \
       asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" JAX_FLASH_TEXT_N##n \
