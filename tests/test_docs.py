@@ -40,6 +40,24 @@ def test_every_page_is_in_the_index():
     assert sorted(entries) == sorted(set(pages) - {"index"})
 
 
+WALK = re.findall(r"^\| \d+ \| (.+?) \| (.+) \|$", (DOCS / "extending.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("files", "step"), WALK)
+def test_every_symbol_of_the_walk_is_where_it_says(files, step):
+    """The steps from keyword to instruction, in docs/extending.md."""
+    names = re.findall(r"`([^`]+)`", f"{files} {step}")
+    sources = "".join((ROOT / name).read_text() for name in names if "/" in name)
+    for symbol in (name for name in names if "/" not in name and name not in ("cp.async", "ldmatrix")):
+        assert symbol.partition("(")[0] in sources
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_fits_into_its_column(page):
+    blocks = re.findall(r"^```[^\n]*\n(.*?)^``` *$", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 88] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     targets = re.findall(r"\]\(([^)#\s]+)", prose(page)) + re.findall(r'(?:src|href)="([^"#]+)"', prose(page))
