@@ -1,20 +1,20 @@
-"""Times jax_flash against cuDNN's and XLA's attention (through jax.nn) in one process, after checking it.
+"""Checks jax_flash, then times it beside cuDNN's and XLA's attention (through jax.nn) in one process.
 
-    python benchmarks/attention.py          # the whole sweep, on the GPU if there is one
+    python benchmarks/attention.py          # the full sweep, on the GPU if there is one
     python benchmarks/attention.py --only forward --head-dim 128 --seq-len 4096 --peers cudnn
 
-Every shape is checked first: one head is recomputed in float64, all its rows, forward and backward. Then each
-direction is timed apart: forward is the jitted call, backward the jitted pullback alone, whose residuals are
-arguments. Inputs are random normal. The operations counted are 4 B N T S H forward, 2.5 times that backward,
-and half where attention is causal; of packed sequences, those of the visible pairs alone. Memory is arguments,
-results and temporary buffers of each program.
+Each shape is first checked against one head computed in float64, with all its rows, forward and backward. Then
+each direction is timed separately: forward is the jitted call, backward the jitted pullback, whose residuals are
+arguments. Inputs are random normal. Operations are counted as 4 B N T S H forward, 2.5 times that backward, and
+half of it if causal; for packed sequences only visible pairs count. Memory is the arguments, results and temporary
+buffers of each program.
 
-The section "options" times biases, masks, dropout and packed sequences. ALiBi and segments, which jax.nn does not
-have, it gets as a dense bias or mask; dropout, which it cannot express, is timed alone. Of a random mask all pairs
-are counted, as no tile is without visible ones.
+The section "options" times biases, masks, dropout and packed sequences. jax.nn lacks ALiBi and segments and gets a
+dense bias or mask instead; it cannot express dropout, so jax_flash is timed alone. For a random mask all pairs
+count, because every tile has visible ones.
 
-The whole sweep writes its figures to benchmarks/results/<device>.json and draws them; a filtered one writes
-where --output says.
+The full sweep writes its figures to benchmarks/results/<device>.json and plots them. A filtered sweep writes only
+to --output.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-# XLA's attention needs room for its score matrices; where it still fails, the table says so in one line.
+# XLA's attention needs room for its score matrices. If it still fails, the table has a line that says so.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -52,7 +52,7 @@ DIRECTIONS = ("forward", "backward")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One attention problem, with as many keys as queries."""
+    """One attention problem with T = S."""
 
     section: str
     batch: int
@@ -64,8 +64,8 @@ class Shape:
     num_kv_heads: int | None = None  # None: as many as query heads
     window: tuple[int, int] | None = None
     precision: str | None = None  # None: jax_default_matmul_precision
-    option: str | None = None  # one of those that are named below
-    lengths: tuple[int, ...] | None = None  # of the sequences that are packed, or the rows of a ragged batch
+    option: str | None = None  # one of the names below
+    lengths: tuple[int, ...] | None = None  # of packed sequences or of the rows of a ragged batch
 
     @property
     def kv_heads(self) -> int:
@@ -119,7 +119,7 @@ def cpu_shapes() -> Iterator[Shape]:
 
 
 def option_shapes(plain: Shape, num_packed: int) -> Iterator[Shape]:
-    """Each option on a plain shape, and sequences of `num_packed` tokens together."""
+    """Each option on a plain shape, and packed sequences with `num_packed` tokens in total."""
     for option in (BIAS, BIAS_GRADIENT, RANDOM_MASK):
         yield dataclasses.replace(plain, option=option)
     yield dataclasses.replace(plain, option=CAUSAL_MASK, is_causal=True)
@@ -135,13 +135,13 @@ def option_shapes(plain: Shape, num_packed: int) -> Iterator[Shape]:
 
 
 def random_lengths(total: int, count: int) -> tuple[int, ...]:
-    """The same lengths every time: those of the parts of a row that is cut at random places."""
+    """Lengths of the parts of a row cut at random places; the same lengths at every call."""
     cuts = np.sort(np.random.default_rng(0).choice(total - 1, count - 1, replace=False)) + 1
     return tuple(np.diff([0, *cuts, total]).tolist())
 
 
 def memory_shapes(on_gpu: bool) -> Iterator[Shape]:
-    """Compiled, not run: the memory of forward and backward together as the sequence grows."""
+    """Shapes to compile, not to run: memory of forward and backward together as the sequence grows."""
     if on_gpu:
         for seq_len in (1024, 4096, 16384, 65536):
             yield Shape("memory", 1, seq_len, 16, 128)
@@ -151,7 +151,7 @@ def memory_shapes(on_gpu: bool) -> Iterator[Shape]:
 
 
 def implementation(name: str, shape: Shape) -> Callable[..., jax.Array]:
-    """Attention as jax_flash or one of jax.nn's implementations computes it, of the arrays of `Inputs`."""
+    """Attention by jax_flash or one of jax.nn's implementations, as a function of the arrays in `Inputs`."""
     options: dict[str, Any] = {"is_causal": shape.is_causal and shape.option != CAUSAL_MASK}
     if shape.window is not None:
         options["local_window_size"] = shape.window
@@ -164,8 +164,8 @@ def implementation(name: str, shape: Shape) -> Callable[..., jax.Array]:
 
 # ---- Options ----------------------------------------------------------------------------------------------
 
-# By the names that the table has for them.
-BIAS = "constant bias [1,N,T,S]"  # of which cuDNN computes the gradient all the same
+# Names of the options in the table.
+BIAS = "constant bias [1,N,T,S]"  # cuDNN computes its gradient regardless
 BIAS_GRADIENT = "bias [1,N,T,S] and dbias"
 RANDOM_MASK = "random mask [B,1,T,S]"
 CAUSAL_MASK = "as a mask [B,1,T,S]"
@@ -179,18 +179,18 @@ RAGGED = "ragged"
 class Inputs(NamedTuple):
     """The arrays of one shape."""
 
-    differentiated: tuple[jax.Array, ...]  # q, k, v, and the bias where its gradient counts
-    ours: dict[str, Any]  # more arguments of flash_attention
-    theirs: dict[str, Any] | None  # of jax.nn.dot_product_attention; None: it has no such thing
+    differentiated: tuple[jax.Array, ...]  # q, k, v, and the bias if its gradient is timed
+    ours: dict[str, Any]  # further arguments of flash_attention
+    theirs: dict[str, Any] | None  # of jax.nn.dot_product_attention; None: not supported
     dout: jax.Array
 
     def others(self, name: str) -> dict[str, Any] | None:
-        """The arguments of one implementation beside those that are differentiated."""
+        """The arguments of one implementation that are not differentiated."""
         return self.ours if name == OURS else self.theirs
 
 
 def option_arguments(shape: Shape) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """What an option adds to the arguments of flash_attention, and to those of jax.nn.dot_product_attention."""
+    """The arguments that an option adds to flash_attention and to jax.nn.dot_product_attention."""
     key = jax.random.key(1)
     square = (shape.seq_len, shape.seq_len)
     if shape.option in (BIAS, BIAS_GRADIENT):
@@ -227,7 +227,7 @@ def alibi_bias(slopes: jax.Array, seq_len: int) -> jax.Array:
 
 
 def option_reference(shape: Shape, operands: Inputs) -> dict[str, np.ndarray]:
-    """What `measure.reference_head` gives, under an option: the last head of the last sequence, in float64."""
+    """Like `measure.reference_head`, with an option: the last head of the last sequence, in float64."""
     given = operands.theirs or {}
     index = jnp.arange(shape.seq_len)
     visible = jnp.ones((shape.seq_len, shape.seq_len), bool)
@@ -257,7 +257,7 @@ def option_reference(shape: Shape, operands: Inputs) -> dict[str, np.ndarray]:
             )
 
         expected = head(-1)
-        if shape.option == BIAS_GRADIENT:  # the bias of a head is that of all sequences
+        if shape.option == BIAS_GRADIENT:  # all sequences share a head's bias
             for sequence in range(shape.batch - 1):
                 expected["dbias"] += head(sequence)["dbias"]
         return {name: np.asarray(x) for name, x in expected.items()}
@@ -267,7 +267,7 @@ def option_reference(shape: Shape, operands: Inputs) -> dict[str, np.ndarray]:
 def _option_reference(q, k, v, dout, bias, visible, kept, *, bias_gradient: bool):
     q, k, v, dout = (x.astype(jnp.float64) for x in (q, k, v, dout))
     scale = q.shape[-1] ** -0.5
-    # Rows at a time: 128 MB for each matrix.
+    # Works on blocks of rows, so that each matrix has at most 128 MB.
     num_blocks = next(n for n in range(1, len(q) + 1) if len(q) % n == 0 and len(q) // n * len(k) <= 2**24)
 
     def rows(sums, operands):
@@ -297,7 +297,7 @@ def _option_reference(q, k, v, dout, bias, visible, kept, *, bias_gradient: bool
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The compiled programs of one implementation; the error stands for one that does not compile."""
+    """The compiled programs of one implementation, or the error in place of one that does not compile."""
 
     forward: jax.stages.Compiled | Exception
     residuals: jax.stages.Compiled | Exception  # q, k, v -> out, pullback
@@ -305,7 +305,7 @@ class Programs:
 
 
 def inputs(shape: Shape) -> Inputs:
-    """Random normal q, k, v and dout, and what the option adds."""
+    """Random normal q, k, v and dout, and the arguments that the option adds."""
     keys = jax.random.split(jax.random.key(0), 4)
     heads = (shape.num_heads, shape.kv_heads, shape.kv_heads, shape.num_heads)
     sizes = [(shape.batch, shape.seq_len, n, shape.head_dim) for n in heads]
@@ -317,7 +317,7 @@ def inputs(shape: Shape) -> Inputs:
 
 
 def compile_programs(names: Sequence[str], shape: Shape) -> dict[str, Programs]:
-    """Traces each implementation in turn and compiles all of them at once, in threads."""
+    """Traces the implementations in turn and compiles all of them at once, in threads."""
 
     def abstract(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -332,7 +332,7 @@ def compile_programs(names: Sequence[str], shape: Shape) -> dict[str, Programs]:
             attention, others = implementation(name, shape), operands.others(name)
             try:
                 forward = jax.jit(attention).lower(*operands.differentiated, **others)
-            except Exception as error:  # not supported, in whatever words
+            except Exception as error:  # not supported, whatever the error's type
                 forward = error
             try:
                 traced = jax.jit(functools.partial(with_pullback, attention))
@@ -357,7 +357,7 @@ def compile_programs(names: Sequence[str], shape: Shape) -> dict[str, Programs]:
 
 
 def compile_training_step(name: str, shape: Shape) -> measure.Json:
-    """The bytes of forward and backward in one program."""
+    """The memory of forward and backward in one program, in bytes."""
     attention = implementation(name, shape)
     try:
         step = jax.jit(lambda q, k, v, dout: jax.vjp(attention, q, k, v)[1](dout))
@@ -397,8 +397,8 @@ class Timer:
 def run_shape(
     shape: Shape, names: Sequence[str], directions: Sequence[str], timer: Timer
 ) -> list[measure.Json]:
-    """Checks and times one shape: a cell for each direction."""
-    if shape.option == BIAS_GRADIENT:  # forward it is the bias alone, which is a shape of its own
+    """Checks and times one shape; returns a cell for each direction."""
+    if shape.option == BIAS_GRADIENT:  # its forward pass is that of BIAS, another shape
         directions = [direction for direction in directions if direction == "backward"]
     if not directions:
         return []
@@ -411,7 +411,7 @@ def run_shape(
 
 
 def reference(shape: Shape, operands: Inputs) -> dict[str, np.ndarray]:
-    """The last head of the last sequence, the one that a wrong offset misses, and its gradients in float64."""
+    """Output and gradients of the last head of the last sequence, which a wrong offset misses, in float64."""
     if shape.option is not None:
         return option_reference(shape, operands)
     group = shape.num_heads // shape.kv_heads
@@ -434,7 +434,7 @@ def run_direction(
     expected: dict[str, np.ndarray],
     timer: Timer,
 ) -> measure.Json:
-    """Checks each implementation once, then times them against each other; an error is a result too."""
+    """Checks each implementation once, then times them in turn; an error counts as a result, too."""
     results: dict[str, measure.Json] = {name: {} for name in programs}
     calls: dict[str, Callable[[], Any]] = {}
     for name, program in programs.items():
@@ -455,7 +455,7 @@ def run_direction(
             if shape.section == "long" and not timer.asynchronous:
                 results[name]["resident_growth"] = measure.resident_growth(call)
             calls[name] = call
-        except Exception as error:  # not supported, out of memory: the others go on
+        except Exception as error:  # not supported or out of memory: continue with the others
             results[name]["error"] = measure.reason(error)
     flops = shape.flops(direction)
     for name, timing in timer(calls).items():
@@ -474,14 +474,14 @@ def run_direction(
 
 
 def usable(program: jax.stages.Compiled | Exception) -> jax.stages.Compiled:
-    """The program, or its error raised."""
+    """Returns the program, or raises its error."""
     if isinstance(program, Exception):
         raise program
     return program
 
 
 def judge(shape: Shape, got: dict[str, jax.Array], expected: dict[str, np.ndarray]) -> measure.Json:
-    """The errors of the last head of the last sequence, and whether they are small enough."""
+    """The errors in the last head of the last sequence, and whether they are within tolerance."""
     group = shape.num_heads // shape.kv_heads
     heads = {"out": group, "dq": group, "dk": 1, "dv": 1}
     errors = {}
@@ -494,7 +494,7 @@ def judge(shape: Shape, got: dict[str, jax.Array], expected: dict[str, np.ndarra
 
 
 def matmul_ceiling(timer: Timer, size: int = 8192) -> measure.Json:
-    """The speed of one large bfloat16 matrix product: what this device reaches at its power limit today."""
+    """The speed of one large bfloat16 matrix product, a ceiling for this device at its present power limit."""
     a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
     product = jax.jit(jnp.matmul).lower(a, b).compile()
     result = timer({"matmul": lambda: product(a, b)})["matmul"]
@@ -509,12 +509,12 @@ _COLUMNS = ("shape", "direction", OURS, "cudnn", "xla", "vs cudnn", "vs xla", "e
 
 
 def table_header(unit: str) -> str:
-    """The heading of the table whose lines `table_row` makes."""
+    """The heading of the table; `table_row` makes its rows."""
     return f"\nSpeed in {unit}\n| " + " | ".join(_COLUMNS) + " |\n|" + " --- |" * len(_COLUMNS)
 
 
 def table_row(cell: measure.Json, unit: str) -> str:
-    """One line of the table: speed of each implementation, ours over theirs, our largest relative error."""
+    """One row of the table: each implementation's speed, ours over theirs, and our largest relative error."""
     shape = Shape(**{field.name: cell[field.name] for field in dataclasses.fields(Shape)})
 
     def speed(name: str) -> str:
@@ -542,7 +542,7 @@ def megabytes(number: int | None) -> str:
 
 
 def failures(cells: Sequence[measure.Json]) -> list[str]:
-    """Why an implementation has no figure, once for each distinct sentence."""
+    """The distinct reasons for which implementations have no figure, with their shapes."""
     reasons: dict[tuple[str, str], dict[str, None]] = {}
     for cell in cells:
         for name, result in cell["results"].items():
@@ -556,32 +556,32 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--platform", choices=("gpu", "cpu"), help="default: gpu where there is one")
+    parser.add_argument("--platform", choices=("gpu", "cpu"), help="default: gpu if there is one")
     parser.add_argument("--only", choices=DIRECTIONS, help="one direction")
     parser.add_argument(
         "--section", nargs="+", metavar="NAME", help="standard, float32, long, options, memory, ..."
     )
     parser.add_argument(
-        "--option", metavar="NAME", help="of the section options: those whose name has this in it"
+        "--option", metavar="NAME", help="in the section options: those whose name contains NAME"
     )
     parser.add_argument("--head-dim", type=int, nargs="+", metavar="H")
     parser.add_argument("--seq-len", type=int, nargs="+", metavar="T")
     parser.add_argument("--mask", choices=("full", "causal"))
-    parser.add_argument("--peers", help="comma-separated out of cudnn,xla; '' for none")
+    parser.add_argument("--peers", help="comma-separated list from cudnn,xla; '' for none")
     parser.add_argument("--quick", action="store_true", help="one shape for each section, shorter slices")
     parser.add_argument("--rounds", type=int, help="timed slices of each program; 2 on a GPU, 3 on a CPU")
     parser.add_argument("--warmup-ms", type=float, default=100, help="untimed calls before each slice")
     parser.add_argument("--slice-ms", type=float, default=150, help="timed calls of each slice")
-    parser.add_argument("--minutes", type=float, default=11, help="shapes not begun by then are left out")
+    parser.add_argument("--minutes", type=float, default=11, help="shapes not started by then are skipped")
     parser.add_argument(
-        "--output", type=pathlib.Path, help="JSON file; for a whole sweep results/<device>.json"
+        "--output", type=pathlib.Path, help="JSON file; for a full sweep results/<device>.json"
     )
     parser.add_argument("--no-plot", action="store_true")
     return parser.parse_args(arguments)
 
 
 def chosen(shapes: Iterator[Shape], options: argparse.Namespace) -> list[Shape]:
-    """The shapes that the filters leave."""
+    """The shapes that pass the filters."""
     kept = [
         shape
         for shape in shapes
@@ -598,7 +598,7 @@ def chosen(shapes: Iterator[Shape], options: argparse.Namespace) -> list[Shape]:
 
 
 class Report:
-    """The figures so far: kept in a file from shape to shape, so that an interrupted run loses one."""
+    """The figures so far. They are saved after each shape, so an interrupted run loses at most one."""
 
     def __init__(self, facts: measure.Json, timer: Timer, output: pathlib.Path | None):
         self.output = output
@@ -626,7 +626,7 @@ class Report:
         return [cell for cell in self.cells if not cell["results"].get(OURS, {}).get("correct")]
 
     def summary(self) -> str:
-        """The long sequences in full, and every reason for a missing figure."""
+        """Details of the long sequences, and every reason for a missing figure."""
         lines = []
         for cell in self.cells:
             if cell["section"] == "long":
@@ -651,7 +651,7 @@ def _describe(result: measure.Json) -> str:
 def sweep(
     report: Report, shapes: Sequence[Shape], names: Sequence[str], directions: Sequence[str], timer: Timer
 ) -> None:
-    """Checks and times each shape, printing a line of the table for each cell."""
+    """Checks and times each shape and prints a row of the table for each cell."""
     unit = "TFLOP/s" if timer.asynchronous else "GFLOP/s"
     print(table_header(unit), flush=True)
     for shape in shapes:
@@ -660,7 +660,7 @@ def sweep(
             continue
         try:
             cells = run_shape(shape, names, directions, timer)
-        except Exception as error:  # nothing that one shape does may cost the others
+        except Exception as error:  # a failing shape must not stop the others
             report.left_out.append(f"{shape.describe()}: {measure.reason(error)}")
             continue
         report.cells += cells
@@ -690,7 +690,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jax.config.update("jax_platforms", "cpu")
     on_gpu = jax.devices()[0].platform == "gpu"
     if options.platform == "gpu" and not on_gpu:
-        print("No GPU was found: leave --platform out to measure the CPU.", file=sys.stderr)
+        print("--platform gpu: JAX found no GPU. Omit --platform to measure the CPU.", file=sys.stderr)
         return 2
     facts = measure.environment()
     peers = ["cudnn", "xla"] if on_gpu else ["xla"]

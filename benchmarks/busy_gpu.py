@@ -1,11 +1,12 @@
-"""How much longer attention takes while another kernel, say a collective, holds some multiprocessors of the GPU.
+"""Measures how much attention slows down while another kernel, such as a collective, holds some multiprocessors.
 
-    python benchmarks/busy_gpu.py                  # 16 of them
-    python benchmarks/busy_gpu.py --at-most 1.25   # fails where a call takes longer than that many times
+    python benchmarks/busy_gpu.py                  # hold 16 multiprocessors
+    python benchmarks/busy_gpu.py --at-most 1.25   # fail if a call takes more than 1.25 times as long
 
-A kernel that does nothing but wait runs on a stream of its own, with blocks of so much shared memory that each fills a
-multiprocessor. Work that goes to whoever is free takes 132 / 116 = 1.14 times as long on an H200 of which 16 are held;
-work that is dealt out beforehand up to twice as long, as what was meant for those 16 begins when the rest has ended.
+A kernel that only waits runs on its own stream. Each of its blocks takes so much shared memory that it fills a
+multiprocessor. With 16 of an H200's 132 multiprocessors held, dynamically scheduled work takes 132 / 116 = 1.14 times
+as long. Statically scheduled work takes up to twice as long, because the share of those 16 starts only when the rest
+has ended.
 """
 
 import argparse
@@ -31,8 +32,8 @@ import jax.numpy as jnp
 
 import jax_flash
 
-# How long the waiting kernel runs. It looks at nothing but the clock: were it to poll a flag of the host, 16 blocks of
-# it would slow down what is timed by half.
+# How long the waiting kernel runs. It reads only the clock: 16 blocks polling a flag in host memory would slow down the
+# timed calls by half.
 WAITING_SECONDS = 1.0
 TIMED_SECONDS = 0.2
 SOURCE = r"""
@@ -43,7 +44,7 @@ struct Flags {
   int ended;        // set by the first block to end
 };
 
-static Flags* flags;  // of the host, which the device sees, too
+static Flags* flags;  // host memory, mapped into the device
 static cudaStream_t stream;
 
 __device__ unsigned long long now() {
@@ -119,17 +120,19 @@ class Waiter:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """While it runs, from when all its blocks do; fails if it ended too early."""
+        """Context in which all blocks of the kernel run; raises an error if the kernel ended too early."""
         try:
             self._check(self._library.start(self._blocks, WAITING_SECONDS))
             deadline = time.monotonic() + WAITING_SECONDS
             while self._num_running() < self._blocks:
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"{self._num_running()} of {self._blocks} waiting blocks began.")
+                    raise RuntimeError(
+                        f"Only {self._num_running()} of {self._blocks} waiting blocks started."
+                    )
             yield
             if self._num_running() < self._blocks:
                 raise RuntimeError(
-                    f"The waiting kernel ended after {WAITING_SECONDS} s, before what is timed."
+                    f"The waiting kernel ended after {WAITING_SECONDS} s, before the timed calls."
                 )
         finally:
             self._check(self._library.wait_for_end())
@@ -144,7 +147,7 @@ class Waiter:
 
 
 def seconds_per_call(call: Callable[[], Any]) -> float:
-    """Of calls in a row, after as many more as bring the clock to where it stays."""
+    """The mean over calls in a row, after enough calls to bring the GPU to a steady clock."""
 
     def run(count: int) -> float:
         start = time.perf_counter()
@@ -159,7 +162,7 @@ def seconds_per_call(call: Callable[[], Any]) -> float:
 
 
 def programs(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Calls of attention, compiled, with what to call them."""
+    """Compiled calls of attention, with their names."""
     for head_dim in args.head_dim:
         shape = (args.batch, args.seq_len, args.num_heads, head_dim)
         q, k, v, dout = (
@@ -177,8 +180,8 @@ def programs(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--blocks", type=int, default=16, help="multiprocessors that are held (default: 16)")
-    parser.add_argument("--at-most", type=float, default=math.inf, help="fail where a ratio is larger")
+    parser.add_argument("--blocks", type=int, default=16, help="multiprocessors to hold (default: 16)")
+    parser.add_argument("--at-most", type=float, default=math.inf, help="fail if a ratio is larger")
     parser.add_argument("--rounds", type=int, default=3, help="timings of each program, with and without")
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--batch", type=int, default=4)
@@ -186,13 +189,13 @@ def main() -> None:
     parser.add_argument("--num-heads", type=int, default=16)
     args = parser.parse_args()
     if jax.default_backend() != "gpu":
-        sys.exit("This needs a GPU.")
+        sys.exit("This benchmark needs a GPU.")
 
     ratios = []
     with tempfile.TemporaryDirectory() as folder:
         waiter = Waiter(args.blocks, folder)
         for name, call in programs(args):
-            jax.block_until_ready(call())  # compiled and loaded before the GPU is busy
+            jax.block_until_ready(call())  # compile and load before the GPU is busy
             alone, beside = [], []
             for _ in range(args.rounds):
                 alone.append(seconds_per_call(call))

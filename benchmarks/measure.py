@@ -1,4 +1,4 @@
-"""What a benchmark needs besides its shapes: timing, memory, a float64 reference, facts about the machine."""
+"""Tools for benchmarks: timing, memory, a float64 reference, facts about the machine."""
 
 import contextlib
 import datetime as dt
@@ -39,21 +39,21 @@ def _loop(call: Callable[[], Any], count: int, asynchronous: bool) -> float:
 def time_interleaved(
     calls: dict[str, Callable[[], Any]], *, rounds: int, warmup: float, duration: float, asynchronous: bool
 ) -> dict[str, Json]:
-    """Times several programs against each other.
+    """Times several programs in turn.
 
-    A GPU under a power limit remembers what ran before, so each measured slice of `duration` seconds follows
-    `warmup` seconds of the same program, and the programs take turns. On a GPU many calls are in flight at a
-    time, which hides the host's part; on a CPU they would run beside each other, so each is waited for.
+    The speed of a GPU at its power limit depends on what ran before. So the programs take turns, and each timed
+    slice of `duration` seconds follows `warmup` seconds of the same program. On a GPU many calls are in flight at
+    a time, which hides the host's overhead. On a CPU they would run side by side, so each call is waited for.
 
     Args:
       calls: a function without arguments for each name.
-      rounds: how many slices each program gets.
+      rounds: number of slices of each program.
       warmup: seconds of untimed calls before each slice.
       duration: seconds of timed calls in each slice (at least one call).
-      asynchronous: whether calls are launched without waiting for the one before.
+      asynchronous: whether calls are launched without waiting for the previous one.
 
     Returns:
-      For each name the median over the slices in milliseconds and their spread, or the error that came.
+      For each name the median of the slices in milliseconds and their spread, or the error.
     """
     slices: dict[str, list[float]] = {name: [] for name in calls}
     errors: dict[str, str] = {}
@@ -68,7 +68,7 @@ def time_interleaved(
                 if asynchronous or once < duration:
                     once = _loop(call, math.ceil(duration / once), asynchronous)
                 slices[name].append(once)
-            except Exception as error:  # whatever it is, the other programs go on
+            except Exception as error:  # of any kind; continue with the other programs
                 errors[name] = reason(error)
     timings: dict[str, Json] = {}
     for name, seconds in slices.items():
@@ -81,7 +81,7 @@ def time_interleaved(
 
 
 def reason(error: Exception) -> str:
-    """The first words of an error, in one line."""
+    """The beginning of an error message, in one line."""
     text = " ".join(str(error).split()) or "no message"
     return f"{type(error).__name__}: {text}"[:240]
 
@@ -90,7 +90,7 @@ def reason(error: Exception) -> str:
 
 
 def program_bytes(compiled: jax.stages.Compiled) -> int | None:
-    """Arguments, results and temporary buffers of a compiled program, which is its peak of device memory."""
+    """The peak device memory of a compiled program: arguments, results and temporary buffers."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         return None
@@ -101,10 +101,10 @@ def program_bytes(compiled: jax.stages.Compiled) -> int | None:
 
 
 def resident_growth(call: Callable[[], Any]) -> int | None:
-    """By how many bytes the process grew at most during a call; None where Linux's counters are missing."""
+    """The largest growth of the process during a call, in bytes; None without Linux's counters."""
     try:
-        time.sleep(0.2)  # buffers of the call before are freed by another thread
-        pathlib.Path("/proc/self/clear_refs").write_text("5")  # forgets the high-water mark
+        time.sleep(0.2)  # another thread frees the buffers of the previous call
+        pathlib.Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
         before = _status_bytes("VmRSS")
         jax.block_until_ready(call())
         return max(0, _status_bytes("VmHWM") - before)
@@ -124,7 +124,7 @@ def _status_bytes(field: str) -> int:
 
 @contextlib.contextmanager
 def float64_enabled() -> Iterator[None]:
-    """`jax.enable_x64`, under the name that this version of JAX has for it."""
+    """`jax.enable_x64`, wherever this version of JAX has it."""
     if hasattr(jax, "enable_x64"):
         context = jax.enable_x64(True)
     else:
@@ -151,7 +151,7 @@ def reference_head(
       k: keys, [S, H].
       v: values, [S, H].
       dout: cotangent of the output, [T, G, H].
-      is_causal: whether query i sees no key after i.
+      is_causal: whether query i sees only keys up to i.
       window: how many keys to the left and right of its own position a query sees; None for all.
 
     Returns:
@@ -168,7 +168,7 @@ def _reference_head(q, k, v, dout, *, is_causal: bool, window: tuple[int, int] |
     seqlen_q, group, head_dim = q.shape
     seqlen_kv = k.shape[0]
     scale = 1 / math.sqrt(head_dim)
-    block = min(seqlen_q, max(1, 2**24 // (group * seqlen_kv)))  # rows at a time: 128 MB for each matrix
+    block = min(seqlen_q, max(1, 2**24 // (group * seqlen_kv)))  # rows; each matrix has 128 MB
     while seqlen_q % block:
         block -= 1
     keys = jnp.arange(seqlen_kv)
@@ -207,7 +207,7 @@ def compare(got: jax.Array, expected: np.ndarray) -> Json:
 
 
 def tolerance(dtype: str, precision: str | None, seqlen_kv: int) -> tuple[str, float]:
-    """Which error of `compare` must stay below what: several times what the arithmetic itself costs."""
+    """The error of `compare` to check and its limit, several times the rounding error of the arithmetic."""
     if dtype == "float32" and precision == "highest":
         return "max", 2e-6 * math.sqrt(seqlen_kv)
     return "relative", {"bfloat16": 8e-3, "float16": 1.5e-3, "float32": 1.5e-3}[dtype]
@@ -217,7 +217,7 @@ def tolerance(dtype: str, precision: str | None, seqlen_kv: int) -> tuple[str, f
 
 
 def environment() -> Json:
-    """The device and every version that a timing depends on; None where a fact cannot be had."""
+    """The device and all versions that timings depend on; None for unknown facts."""
     device = jax.devices()[0]
     here = str(pathlib.Path(__file__).parent)
     facts: Json = {
@@ -242,7 +242,7 @@ def environment() -> Json:
 
 
 def device_slug(facts: Json) -> str:
-    """A short name for files: "NVIDIA H200" gives "h200", any CPU "cpu"."""
+    """A short name for files: "h200" for "NVIDIA H200", "cpu" for any CPU."""
     if facts["platform"] != "gpu":
         return facts["platform"]
     words = re.findall(r"[a-z0-9]+", facts["device"].lower())
@@ -278,11 +278,11 @@ def _package_version(name: str) -> str | None:
 
 
 def _library_version(function: str, major: int, minor: int) -> str | None:
-    """A version as the library that JAX loaded reports it (13000 is CUDA 13.0, 91900 is cuDNN 9.19.0)."""
+    """The version that a library loaded by JAX reports (13000 is CUDA 13.0, 91900 is cuDNN 9.19.0)."""
     try:
         from jax._src.lib import cuda_versions
 
         number = getattr(cuda_versions, function)()
-    except Exception:  # private to JAX: may be missing, or fail without a GPU
+    except Exception:  # private API of JAX: may be missing or fail without a GPU
         return None
     return f"{number // major}.{number % major // minor}.{number % minor}"
