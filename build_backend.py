@@ -1,13 +1,13 @@
-"""scikit-build-core's build hooks, plus what this project's compile needs from the package index.
+"""scikit-build-core's build hooks, which also request compile-time dependencies from the package index.
 
-Two things are asked for only where they are missing:
+Two dependencies are requested if they are missing:
 
-* jaxlib, for the headers of the XLA FFI. They come from the oldest jaxlib that we support, because handlers built
-  with older headers work on newer runtimes and not the other way round.
-* NVIDIA's compiler, where this machine has no usable nvcc and its platform has wheels of it.
+* jaxlib, for the headers of the XLA FFI. They come from the oldest supported jaxlib, because handlers built with
+  older headers work on newer runtimes, but not vice versa.
+* NVIDIA's compiler, if this machine has no usable nvcc and NVIDIA publishes wheels for its platform.
 
-Both are copied into build/deps, which outlives pip's isolated environments: the next install neither downloads them
-nor, since no path has changed, compiles anything again.
+Both are copied into build/deps, which outlives pip's isolated environments. The next install does not download them
+and, since no path has changed, compiles nothing again.
 
 The config setting `cmake.define.JAX_FLASH_CUDA` chooses the CUDA compiler: `AUTO` (the default: this machine's, else
 the package index's, else a build for the CPU only), `SYSTEM`, `PYPI`, `OFF`, or the path of an nvcc.
@@ -24,10 +24,10 @@ import sys
 from pathlib import Path
 
 from scikit_build_core import build as _backend
-from scikit_build_core.build import *  # noqa: F403  (the hooks that stay as they are)
+from scikit_build_core.build import *  # noqa: F403  (hooks that are not overridden below)
 
 _JAXLIB = "0.7.2"
-# Pinned: PTX of a newer compiler is refused by the drivers that CUDA 13.0 runs on.
+# Pinned: drivers of CUDA 13.0 reject PTX of a newer compiler.
 _CUDA = "13.0"
 _CUDA_PACKAGES = (
     "nvidia-cuda-nvcc",
@@ -36,7 +36,7 @@ _CUDA_PACKAGES = (
     "nvidia-cuda-runtime",
     "nvidia-cuda-cccl",
 )
-# The compiler of CUDA 12.9.1. Those of 12.8.0 to 12.9.0 miscompile causal masks.
+# The compiler of CUDA 12.9.1. CUDA 12.8.0 to 12.9.0 miscompile causal masks.
 _OLDEST_NVCC = (12, 9, 86)
 
 _DEPS = Path("build/deps").absolute()  # hooks run in the root of the source tree
@@ -73,9 +73,9 @@ def _requirements(config_settings):
 
 
 def _resolve(config_settings):
-    """Return the settings with the paths of the headers and of the compiler in them."""
-    # Else scikit-build-core takes the compiler that this Python was built with, which may not be here, and differs
-    # from one Python to the next.
+    """Return the settings, with the paths of the headers and of the compiler added."""
+    # By default scikit-build-core uses the compiler that built this Python. It may not be installed, and it
+    # differs from one Python to the next.
     compiler = next(filter(shutil.which, ("g++", "c++", "clang++")), None)
     if compiler:
         os.environ.setdefault("CXX", compiler)
@@ -101,13 +101,13 @@ def _kept_jaxlib(version):
 
 
 def _keep_jaxlib():
-    """Copy jaxlib's headers to build/deps if they are not there; return their version and folder."""
+    """Copy jaxlib's headers to build/deps unless they are there; return their version and folder."""
     version, kept = _JAXLIB, _kept_jaxlib(_JAXLIB)
     if not kept.is_dir():
         spec = importlib.util.find_spec("jaxlib")  # not imported, which takes seconds
         if spec is None:
             raise SystemExit(f"jax_flash: the build needs jaxlib's headers: pip install jaxlib=={_JAXLIB}")
-        version = importlib.metadata.version("jaxlib")  # another one where pip's build isolation is off
+        version = importlib.metadata.version("jaxlib")  # may differ without pip's build isolation
         kept = _kept_jaxlib(version)
         if not kept.is_dir():
             _copy(Path(spec.origin).parent / "include", kept)
@@ -130,7 +130,7 @@ def _nvcc(config_settings):
     if nvcc is None:
         if choice.upper() != "AUTO":
             raise SystemExit(f"jax_flash: JAX_FLASH_CUDA={choice}: no usable nvcc was found.")
-        print("jax_flash: no CUDA compiler for this platform: building for the CPU only.", file=sys.stderr)
+        print("jax_flash: no CUDA compiler for this platform; building for the CPU only.", file=sys.stderr)
     return nvcc
 
 
@@ -144,7 +144,7 @@ def _system_nvcc():
         if version >= _OLDEST_NVCC:
             return Path(candidate)
         if version:
-            print(f"jax_flash: {candidate} is passed over: {_verdict(version)}", file=sys.stderr)
+            print(f"jax_flash: skipping {candidate}: {_verdict(version)}", file=sys.stderr)
     return None
 
 
@@ -159,9 +159,9 @@ def _nvcc_version(nvcc):
 
 def _verdict(version):
     if not version:
-        return "this is no working nvcc."
+        return "not a working nvcc."
     got = ".".join(map(str, version))
-    return f"nvcc {got} is older than that of CUDA 12.9.1 ({'.'.join(map(str, _OLDEST_NVCC))}), the oldest supported."
+    return f"nvcc {got} is older than the oldest supported, {'.'.join(map(str, _OLDEST_NVCC))} (CUDA 12.9.1)."
 
 
 def _has_cuda_wheels():
@@ -177,7 +177,7 @@ def _kept_nvcc():
 
 
 def _keep_nvcc():
-    """Copy the compiler's wheels to build/deps, laid out as an ordinary toolkit, if it is not there."""
+    """Copy the compiler's wheels to build/deps in the layout of a toolkit, unless they are there."""
     toolkit = _kept_nvcc().parent.parent
     if toolkit.is_dir():
         return
@@ -185,21 +185,19 @@ def _keep_nvcc():
     for root in spec.submodule_search_locations if spec else ():
         wheels = Path(root) / "cu13"
         if (wheels / "bin" / "nvcc").is_file():
-            # The shared libraries are half of it, and no part of a compiler that links statically.
+            # Shared libraries are half of the size, and static linking does not need them.
             _copy(wheels, toolkit, ignore=shutil.ignore_patterns("lib*.so*", "cmake"))
             return
     packages = " ".join(f"'{package}=={_CUDA}.*'" for package in _CUDA_PACKAGES)
-    raise SystemExit(
-        f"jax_flash: NVIDIA's compiler was not found in this environment: pip install {packages}"
-    )
+    raise SystemExit(f"jax_flash: this environment lacks NVIDIA's compiler: pip install {packages}")
 
 
 def _copy(source, target, **options):
-    """Copy a folder so that an interrupted copy is never taken for a whole one."""
+    """Copy a folder atomically: an interrupted copy is never taken for a complete one."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f"{target.name}.{os.getpid()}")
     shutil.copytree(source, partial, **options)
     lib64 = partial / "lib64"
     if (partial / "lib").is_dir() and not lib64.exists():
-        lib64.symlink_to("lib")  # where nvcc looks; the wheels have lib only
+        lib64.symlink_to("lib")  # nvcc looks in lib64; the wheels have only lib
     partial.rename(target)
