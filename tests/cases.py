@@ -14,9 +14,9 @@ DTYPES = {
     "float32": np.float32,
     "float64": np.float64,
 }
-# Options that are arrays: operands of a jitted function, not part of the program. Of numbers in a tuple, with the
-# dtype here, or made by one of the classes below. Two are the tests' own names: `alibi` are the slopes of a bias,
-# `dropout_seed` stands for the key of the dropout.
+# Options that are arrays: operands of a jitted function, not part of the program. They are tuples of numbers, with the
+# dtype given here, or made by one of the classes below. Two names exist only in the tests: `alibi` is the slopes of a
+# bias, `dropout_seed` the seed of the dropout key.
 OPERANDS = {
     "query_seq_lengths": np.int32,
     "key_value_seq_lengths": np.int32,
@@ -40,7 +40,7 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row: sizes, and options of flash_attention (arrays as tuples, or as what makes them)."""
+    """One row: sizes and options of flash_attention (arrays as tuples, or as objects that make them)."""
 
     name: str
     batch: int = 2
@@ -57,7 +57,7 @@ class Case:
         return self.name
 
     def inputs(self, dtype: Any) -> Inputs:
-        """Normal random arrays, the same on every run."""
+        """Normal random arrays, the same in every run."""
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
         b, t, s, n, k = self.batch, self.seqlen_q, self.seqlen_kv, self.num_heads, self.num_kv_heads
         h, hv = self.head_dim, self.head_dim_v or self.head_dim
@@ -68,11 +68,11 @@ class Case:
 
     @property
     def static(self) -> dict[str, Any]:
-        """The options that belong to the program."""
+        """The options that are static under jit."""
         return {name: value for name, value in self.options if name not in OPERANDS}
 
     def operands(self, dtype: Any) -> dict[str, Any]:
-        """The options that are arrays, the same on every run; those of floating point may have the inputs' dtype."""
+        """The options that are arrays, the same in every run; floating-point ones may have the inputs' dtype."""
 
         def make(name, x):
             if hasattr(x, "make"):
@@ -89,7 +89,7 @@ def _shape(axes: str, case: Case) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Bias:
-    """Normal random numbers: `axes` are letters of [B, N, T, S], with 1 for an axis to broadcast."""
+    """Normal random numbers. `axes` are letters of [B, N, T, S], with 1 for a broadcast dimension."""
 
     axes: str
     magnitude: float = 1.0
@@ -102,11 +102,11 @@ class Bias:
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Random pairs, some rows and some keys of which are hidden altogether."""
+    """Random pairs, with some rows and some keys fully masked."""
 
     axes: str
-    visible: float = 0.5  # the part of the pairs that is
-    blocks: int = 0  # not 0: blocks of this size that are hidden, visible and random in turn
+    visible: float = 0.5  # the fraction of pairs that are visible
+    blocks: int = 0  # if not 0, blocks of this size are hidden, visible and random in turn
 
     def make(self, case: Case, rng: np.random.Generator, dtype: Any) -> np.ndarray:
         shape = _shape(self.axes, case)
@@ -124,7 +124,7 @@ class Mask:
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """Random ids, one array of them where T == S unless `pair`."""
+    """Random ids: one array if T == S and not `pair`, else two."""
 
     ids: tuple[int, ...]
     is_sorted: bool = True
@@ -138,7 +138,7 @@ class Segments:
         return tuple(ids) if self.has_two(case) else ids[0]
 
     def has_two(self, case: Case) -> bool:
-        """Whether it makes an array for the queries and one for the keys."""
+        """Whether queries and keys have an array each."""
         return self.pair or case.seqlen_q != case.seqlen_kv
 
 
@@ -390,7 +390,7 @@ CASES = [
     _case("window with no limit on the right", t=150, s=170, local_window_size=(40, None)),
 ]
 
-# What each option is in the table of its pairs.
+# Each option as it appears in the table of pairs of options.
 _PARTS: dict[str, dict[str, Any]] = {
     "causal": dict(is_causal=True),
     "window": dict(local_window_size=(70, 20)),
@@ -409,5 +409,5 @@ _PARTS: dict[str, dict[str, Any]] = {
 PAIRS = [
     _case(f"{a} and {b}", t=99, s=133, n=4, **({"k": 4, "h": 32} | _PARTS[a] | _PARTS[b]))
     for a, b in itertools.combinations(_PARTS, 2)
-    if frozenset((a, b)) != {"bias", "alibi"}  # both are the bias
+    if frozenset((a, b)) != {"bias", "alibi"}  # both are passed as the bias
 ]

@@ -1,25 +1,25 @@
-"""The rule that says whether a result is close enough to the exact one.
+"""The closeness rule: whether a result is close enough to the exact one. docs/testing.md gives the reasons.
 
-For 16-bit types and for float32 computed in TF32 the errors are held against those of a baseline, the same
-arithmetic done naively in that type: a bound neither loose where the arithmetic is exact nor tight where
-it cannot be. With e = |got - want|, eb the baseline's and u the unit roundoff, all of these must hold:
+For 16-bit types and for float32 computed in TF32, the errors are compared with those of a baseline, the same
+computation done naively in that type. With e = |got - want|, eb the baseline's error and u the unit roundoff, all of
+these must hold:
 
-    NaN and Inf stand in the same places
+    NaN and infinities are in the same places
     max e       <= max(2 max eb, 2u max|want|) + 1e-6
     rms e       <= max(1.5 rms eb, 2u rms want) + 1e-6
     worst row's ||e|| / ||want||  <= max(twice the baseline's, 4u)
-    max e       <= 16u max(1, max|want|), but for TF32, which rounds the inputs: large logits enlarge that
+    max e       <= 16u max(1, max|want|), except for TF32, which rounds the inputs: large logits enlarge that error
 
-float32 and float64 have one bound: max e <= c sqrt(S) max(1, max|want|), with c = 2e-6 and 1e-14.
+float32 and float64 have a single bound: max e <= c sqrt(S) max(1, max|want|), with c = 2e-6 and 1e-14.
 
-A gradient through ds = p (dp - delta) has what rounding leaves where dp and delta cancel: small beside these, and not
-beside a result that is small or 0, as where a query sees one key. A test that meets such rows says how large the
-terms were; u/4 (float32 and float64: c) of that are then added to the last two limits and to the one bound, and to all
-where the terms are so few that the baseline's errors may all be small by chance.
+Where dp and delta cancel, a gradient through ds = p (dp - delta) consists of rounding errors. They are small beside
+these limits, unless the gradient itself is small or 0, as for a query that sees one key. A test with such rows passes
+the size of the terms (`cancelling`). Then u/4 of it (c for float32 and float64) is added to the last two limits and to
+the single bound; with few terms (`few`), whose baseline errors may all be small by chance, it is added to all limits.
 
-The baseline's largest error is one draw, and so is ours: among 10,000 results the one is sometimes more than twice the
-other, most often in rows of one number. A test of so many results says by how much more they may differ; the rms error,
-an average, stays as it is.
+The largest errors of the baseline and of the result are single draws. Among 10,000 results one is sometimes more than
+twice the other, mostly in rows of one number. A test of so many results allows a larger ratio (`chance`). The limit of
+the rms error, an average, stays.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ def faults(
     few: bool = False,
     chance: float = 1.0,
 ) -> list[str]:
-    """The parts of the rule that `got` breaks, as sentences; empty if it is close.
+    """The parts of the rule that `got` breaks, as sentences; empty if `got` is close.
 
     Args:
         got: the result to judge.
@@ -50,9 +50,9 @@ def faults(
         kind: "bfloat16", "float16", "tfloat32", "float32" or "float64".
         num_keys: S, the number of keys.
         naive: the baseline; needed for the kinds in UNIT_ROUNDOFF.
-        cancelling: of a gradient through ds, the largest |dout_i| |v_j|, times what ds is multiplied by.
-        few: whether that gradient has few numbers, or is made of few rows of ds.
-        chance: multiplies what is allowed beside the baseline's largest error and worst row.
+        cancelling: for a gradient through ds, the largest |dout_i| |v_j| times the factors of ds.
+        few: whether that gradient has few numbers, or comes from few rows of ds.
+        chance: multiplies the ratio allowed to the baseline's largest error and worst row.
     """
     got, want = np.atleast_1d(np.asarray(got).astype(np.float64)), np.atleast_1d(np.asarray(want, np.float64))
     if got.shape != want.shape:
@@ -127,8 +127,8 @@ def _rms(x: np.ndarray) -> float:
 def _worst_row(error: np.ndarray, want: np.ndarray, u: float, allowed: float = 0.0) -> float:
     """The largest ||error|| / ||want|| of a row (a vector of the last axis).
 
-    As in the other parts, an error of 1e-6 is none; a row that is zero beside the others (the gradient of a
-    query that sees one key) is measured with the size at which cancellation leaves it.
+    As in the other parts, errors up to 1e-6 do not count. A row that is zero beside the others (the gradient of a
+    query that sees one key) is measured relative to the size that cancellation leaves.
     """
     width = np.sqrt(max(error.shape[-1], 1))
     errors = np.maximum(np.linalg.norm(error, axis=-1) - (_ABSOLUTE + allowed) * width, 0.0)

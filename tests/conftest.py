@@ -1,4 +1,4 @@
-"""Devices for the tests: eight CPU devices, and the GPU's rows of every table where there is a GPU."""
+"""Devices for the tests: eight CPU devices, and a GPU if there is one."""
 
 import os
 import shlex
@@ -24,9 +24,9 @@ PLATFORMS = _platforms()
 
 def pytest_addoption(parser) -> None:
     group = parser.getgroup("random cases", "test_random.py")
-    group.addoption("--random-cases", type=int, default=100, help="how many cases (100)")
-    group.addoption("--random-start", type=int, default=0, help="the seed of the first (0)")
-    group.addoption("--random-seed", type=int, help="the seed of the only one")
+    group.addoption("--random-cases", type=int, default=100, help="number of cases (100)")
+    group.addoption("--random-start", type=int, default=0, help="seed of the first case (0)")
+    group.addoption("--random-seed", type=int, help="run only the case of this seed")
 
 
 def pytest_report_header() -> str:
@@ -35,13 +35,13 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(params=PLATFORMS)
 def platform(request) -> str:
-    """Each platform present: the test runs on its first device."""
+    """Each available platform; the test runs on its first device."""
     return request.param
 
 
 @pytest.fixture
 def cuda() -> str:
-    """For a test that makes sense on a GPU only."""
+    """For tests that need a GPU."""
     if "cuda" not in PLATFORMS:
         pytest.skip("needs a GPU")
     return "cuda"
@@ -58,7 +58,7 @@ def default_device(request):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """Give each failure a line that runs it again."""
+    """Add to each failure the command that repeats it."""
     report = yield
     if report.failed:
         line = f"python -m pytest {shlex.quote(item.nodeid)}"

@@ -1,5 +1,6 @@
-// The parts of cuda/ that are plain arithmetic, compiled for the host: masks and tile sizes, held against
-// their definitions, pair by pair. Prints what is wrong and returns how much is. See test_cuda_on_host.py.
+// The parts of cuda/ that are plain arithmetic, compiled for the host: masks and tile sizes, compared with
+// their definitions pair by pair. Prints each failure and returns 1 if there are any. See
+// test_cuda_on_host.py.
 #include <cstdint>
 #include <cstdio>
 #include <random>
@@ -26,7 +27,7 @@ namespace {
 
 int failures = 0;
 
-// The condition is followed by a format and numbers that say where.
+// EXPECT(condition, format, numbers that say where...)
 #define EXPECT(condition, ...)                   \
   do {                                           \
     if (!(condition) && ++failures <= 10) {      \
@@ -41,7 +42,7 @@ using jax_flash::cuda::Mask;
 
 constexpr int kBlock = 4;
 
-// A random mask of few rows and keys, and what it is by definition.
+// A random mask of few rows and keys, with its definition.
 struct Case {
   jax_flash::AttentionParams params = {};
   int32_t q_length, kv_length, offset;
@@ -71,7 +72,7 @@ struct Case {
            (!params.options.is_causal || distance <= 0) && (left < 0 || -left <= distance) &&
            (right < 0 || distance <= right);
   }
-  // How many pairs of these rows and keys are visible?
+  // The number of visible pairs of these rows and keys.
   int count(int row, int rows, int key, int keys) const {
     int pairs = 0;
     for (int i = row; i < row + rows; ++i) {
@@ -103,7 +104,7 @@ void check_mask(const Case& one) {
   for (int row = 0; row < T; row += 3) {
     for (int rows : {1, 3, 8}) {
       const KeyBlocks blocks = mask.key_blocks<kBlock>(row, rows);
-      int begin = -1, end = -1;  // of the blocks of which something is visible
+      int begin = -1, end = -1;  // of the blocks with a visible pair
       for (int block = 0; block * kBlock < S + kBlock; ++block) {
         const int pairs = one.count(row, rows, block * kBlock, kBlock);
         if (pairs && begin < 0) begin = block;
@@ -114,7 +115,7 @@ void check_mask(const Case& one) {
                row, rows);
         const bool hides = mask.hides(row, rows, block * kBlock, kBlock);
         EXPECT(!hides || !pairs, "rows %d + %d, block %d", row, rows, block);
-        // Only where all of the block is there.
+        // Only if the whole block is within the lengths.
         if (row + rows <= mask.q_length && (block + 1) * kBlock <= mask.kv_length) {
           EXPECT(hides || pairs, "rows %d + %d, block %d", row, rows, block);
         }
@@ -152,7 +153,7 @@ void check_tiles() {
       EXPECT((2 * dq.block_m + 2 * dq.stages * dq.block_n) * head_dim * bytes <= 99 * 1024, "%d, %d", bytes,
              head_dim);
     }
-    // A list of visible blocks has blocks of 64 keys.
+    // Lists of visible blocks have blocks of 64 keys.
     EXPECT(sm90::general_forward_tile(head_dim).block_n == 64, "%d", head_dim);
     for (int64_t keys : {64, 8191, 8192, 1 << 20}) {
       EXPECT(!sm90::is_long(head_dim, keys, false) || keys >= 8192, "%d", head_dim);

@@ -1,4 +1,4 @@
-"""What runs a row of the table and holds it against the exact result."""
+"""Runs rows of the table of cases and compares them with the exact results."""
 
 import contextlib
 import ctypes
@@ -19,7 +19,7 @@ from jax_flash import _dropout
 
 LIBRARY = pathlib.Path(importlib.metadata.distribution("jax_flash").locate_file("jax_flash/libjax_flash.so"))
 
-# What each platform computes, and how it is judged: dtype, precision, kind in the closeness rule.
+# What each platform computes and how it is judged: dtype, precision, kind in the closeness rule.
 KINDS = {
     "cpu": [
         ("bfloat16", None, "bfloat16"),
@@ -36,19 +36,19 @@ KINDS = {
 }
 
 
-# From the most to the least exact.
+# From most to least exact.
 RULES = ["float64", "float32", "tfloat32", "float16", "bfloat16"]
 _DIFFERENTIABLE = ("bias", "alibi", "sinks")
 
 
 def exact(case: Case, dtype: str, naive: str | None = None) -> oracle.Result:
-    """The exact result of a row (of its inputs in `dtype`), or with `naive` what that arithmetic makes of it."""
+    """The exact result of a row with inputs in `dtype`, or with `naive` the result in that arithmetic."""
     return _exact(case, dtype, naive)[0]
 
 
 @functools.cache
 def _exact(case: Case, dtype: str, naive: str | None) -> tuple[oracle.Result, dict[str, np.ndarray]]:
-    """The result, and the gradients of the row's operands by their names."""
+    """The result, and the gradients of the row's operands by name."""
     options = case.static | case.operands(DTYPES[dtype])
     if "dropout_seed" in options:
         options["keep"] = kept(case, int(options.pop("dropout_seed")))
@@ -60,13 +60,13 @@ def _exact(case: Case, dtype: str, naive: str | None) -> tuple[oracle.Result, di
 
 @functools.lru_cache(maxsize=100)
 def kept(case: Case, seed: int) -> np.ndarray:
-    """What dropout keeps: bool [B, N, T, S]."""
+    """The pairs that dropout keeps: bool [B, N, T, S]."""
     seeds = _dropout.make_seeds(jax.random.key(seed), case.batch, case.num_heads)
     return oracle.keep(seeds, case.static["dropout_rate"], case.seqlen_q, case.seqlen_kv)
 
 
 def call(q: Any, k: Any, v: Any, operands: dict[str, Any], **static: Any) -> Any:
-    """The function under test, of a row's operands under the names that the table has for them."""
+    """Calls the function under test; the operands have their names in the table."""
     operands = dict(operands)
     if "alibi" in operands:
         operands["bias"] = jax_flash.Alibi(operands.pop("alibi"))
@@ -76,12 +76,12 @@ def call(q: Any, k: Any, v: Any, operands: dict[str, Any], **static: Any) -> Any
 
 
 def run(case: Case, dtype: str, **more: Any) -> oracle.Result:
-    """out, lse and the gradients of q, k and v of a row, computed under jit."""
+    """The out, lse and gradients of q, k and v of a row, computed under jit."""
     return run_with_operands(case, dtype, **more)[0]
 
 
 def run_with_operands(case: Case, dtype: str, **more: Any) -> tuple[oracle.Result, dict[str, np.ndarray]]:
-    """The same, and the gradients of the row's operands by their names."""
+    """Like `run`, with the gradients of the row's operands by name."""
     static = case.static | more
 
     @jax.jit
@@ -104,9 +104,9 @@ def run_with_operands(case: Case, dtype: str, **more: Any) -> tuple[oracle.Resul
 def cuda_settings(
     *, kernels: str | None = None, tile: str | None = None, shared_memory_per_block: str | None = None
 ) -> Iterator[None]:
-    """A context in which other CUDA kernels run, as with the environment variables of docs/testing.md.
+    """A context in which other CUDA kernels run, as with the environment variables in docs/testing.md.
 
-    Those count only when the library is loaded. What is None, and all after the context, is as they said.
+    The library reads those when it is loaded. They apply to settings that are None, and to all after the context.
     """
     settings = (kernels, tile, shared_memory_per_block)
     set_settings = jax_flash._library._dll.JaxFlashSetTestSettings
@@ -131,12 +131,12 @@ def x64(dtype: str):
 def check(
     got: oracle.Result, case: Case, dtype: str, kind: str, names: tuple[str, ...] = oracle.Result._fields
 ):
-    """Hold results of a row against the exact ones."""
+    """Compare the results of a row with the exact ones."""
     want, naive = exact(case, dtype), None
     if kind in ("bfloat16", "float16", "tfloat32"):
         naive = exact(case, dtype, kind)
     for name in names:
-        # lse is float32 whatever the inputs are; 16-bit products are exact in it.
+        # lse is float32 for 16-bit inputs, too, and their products are exact in float32.
         rule = "float32" if name == "lse" and kind in ("bfloat16", "float16") else kind
         assert_close(
             getattr(got, name),
@@ -149,13 +149,13 @@ def check(
 
 
 def check_operands(got: dict[str, np.ndarray], case: Case, dtype: str, kind: str):
-    """Hold the gradients of a row's operands against the exact ones."""
+    """Compare the gradients of a row's operands with the exact ones."""
     operands = case.operands(DTYPES[dtype])
     assert got.keys() == operands.keys() & set(_DIFFERENTIABLE)
     for name, x in got.items():
         like = operands[name]
         assert (x.dtype, x.shape) == (like.dtype, like.shape)
-        # A sum is rounded to the operand's dtype, where that is the less exact one.
+        # The sum is rounded to the operand's dtype, which may be less exact.
         rule = max(kind, like.dtype.name, key=RULES.index)
         want, naive = _exact(case, dtype, None)[1][name], None
         if rule in ("bfloat16", "float16", "tfloat32"):
@@ -165,14 +165,14 @@ def check_operands(got: dict[str, np.ndarray], case: Case, dtype: str, kind: str
             rows(x),
             rows(want),
             rule,
-            num_keys=max(case.seqlen_kv, pairs // x.size),  # or of whatever else it sums over
+            num_keys=max(case.seqlen_kv, pairs // x.size),  # or the number of terms of the sum
             naive=None if naive is None else rows(naive),
             name=f"gradient of {name} of {case}",
         )
 
 
 def rows(x: np.ndarray) -> np.ndarray:
-    """Without the last axes that have one element: what lies before them is a row."""
+    """Without trailing axes of size 1, so that the axis before them is a row."""
     while x.ndim > 1 and x.shape[-1] == 1:
         x = x[..., 0]
     return x

@@ -1,7 +1,7 @@
-"""Attention and its gradients in plain numpy float64: the independent answer that every backend is judged by.
+"""Attention and its gradients in plain NumPy float64: the independent result that every backend is compared with.
 
-With the rounding of a 16-bit type after every step this is the same arithmetic done naively in that type, the
-baseline of the closeness rule; with that of TF32 before every product it is what tensor cores make of float32.
+Rounding to a 16-bit type after every step gives the naive computation in that type, the baseline of the closeness
+rule. Rounding to TF32 before every product gives what tensor cores compute from float32.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def to_tfloat32(x: np.ndarray) -> np.ndarray:
 
 
 class Arithmetic(NamedTuple):
-    """What is rounded: each step's result, and what a product is made of."""
+    """The rounding of each step's result and of each operand of a product."""
 
     result: Rounding = lambda x: x
     operand: Rounding = lambda x: x
@@ -55,7 +55,7 @@ def visible(
     mask: Any = None,
     segment_ids: Any = None,
 ) -> np.ndarray:
-    """Which key each query sees: bool [B, 1 or N, T, S]."""
+    """Which keys each query sees: bool [B, 1 or N, T, S]."""
 
     def per_batch(x):
         return np.broadcast_to(np.asarray(x, np.int64).reshape(-1, 1, 1, 1), (batch, 1, 1, 1))
@@ -102,12 +102,12 @@ def attention(
     gradients: dict[str, np.ndarray] | None = None,
     **mask_options: Any,
 ) -> Result:
-    """Attention of q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv]; with `dout` its gradients, too.
+    """Attention of q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv]; with `dout`, its gradients, too.
 
-    `alibi` are the slopes [N] of a bias; `keep` [B, N, T, S] is what dropout keeps. Those of the gradients that
-    belong to bias, alibi and sinks are written into `gradients`.
+    `alibi` are the slopes [N] of a bias; `keep` [B, N, T, S] marks the pairs that dropout keeps. The gradients of
+    bias, alibi and sinks are written into `gradients`.
     """
-    del precision, deterministic  # they do not change the exact answer
+    del precision, deterministic  # these do not change the exact result
     q, k, v = (
         np.moveaxis(np.asarray(x).astype(np.float64), 2, 1) for x in (q, k, v)
     )  # [B, heads, length, dim]
@@ -144,10 +144,10 @@ def attention(
         total = e.sum(-1, keepdims=True) + np.exp(sink - top)
         lse = top + np.log(total)
         p = rounding(e / np.where(total == 0, 1.0, total))
-        # What dropout leaves of the probabilities, and of the gradients that come back to them.
+        # Dropout's factors of the probabilities and of their gradients.
         kept = np.ones(1) if keep is None else np.where(keep, 1 / (1 - dropout_rate), 0.0)
         dropped = rounding(kept * p)
-        # A key that is not seen has no part in the row, whatever its value: 0 * NaN would be NaN.
+        # A hidden key contributes nothing, even if its value is NaN; 0 * NaN would be NaN.
         out = rounding(product(dropped, v))
         if dout is None:
             return Result(_heads_last(out), _heads_last(lse)[..., 0])
@@ -181,7 +181,7 @@ def attention(
 
 
 def sinks_gradient(result: Result, dout: np.ndarray, dlse: np.ndarray, sinks: np.ndarray) -> np.ndarray:
-    """The gradient [N] of the sinks, from their part exp(sink - lse) of each row."""
+    """The gradient [N] of the sinks, from their share exp(sink - lse) of each row."""
     dout, out = (np.asarray(x).astype(np.float64) for x in (dout, result.out))
     delta = (dout * out).sum(-1) - dlse  # [B, T, N]
     return -(np.exp(np.asarray(sinks) - result.lse) * delta).sum((0, 1))
@@ -206,9 +206,9 @@ def philox(counter: Any, key: Any) -> np.ndarray:
 
 
 def keep(seeds: Any, rate: float, seqlen_q: int, seqlen_kv: int) -> np.ndarray:
-    """What dropout keeps: bool [B, N, T, S], of seeds [B, N, 3], Philox's key and the number of the head.
+    """The pairs that dropout keeps: bool [B, N, T, S]. seeds [B, N, 3] are Philox's key and the head's number.
 
-    Each call of Philox decides about 8 pairs of a 16 x 16 tile: rows r and r + 8, columns c, c + 1, c + 8, c + 9.
+    Each call of Philox decides on 8 pairs of a 16 x 16 tile: rows r and r + 8, columns c, c + 1, c + 8, c + 9.
     """
     seeds = np.asarray(seeds)
     (tile_row, r), (tile_column, c) = (np.divmod(np.arange(size), 16) for size in (seqlen_q, seqlen_kv))
@@ -225,7 +225,7 @@ def keep(seeds: Any, rate: float, seqlen_q: int, seqlen_kv: int) -> np.ndarray:
 
 
 def _product(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Multiply; a weight of exactly zero takes nothing from a value that is not finite."""
+    """Multiply; a weight of exactly zero contributes nothing, even if the value is not finite."""
     if np.isfinite(values).all():
         return weights @ values
     parts = weights[..., :, :, None] * values[..., None, :, :]
