@@ -1,5 +1,5 @@
 // The parts of cuda/ that are plain arithmetic, compiled for the host: masks and tile sizes, compared with
-// their definitions pair by pair. Prints each failure and returns 1 if there are any. See
+// their definitions pair by pair. Prints the first failures and returns 1 if there are any. See
 // test_cuda_on_host.py.
 #include <cstdint>
 #include <cstdio>

@@ -1,4 +1,4 @@
-"""Random cases: what `test_random.py` runs, drawn from a seed."""
+"""Random cases for `test_random.py`, drawn from a seed."""
 
 import dataclasses
 import inspect
@@ -15,7 +15,7 @@ import oracle
 from cases import DTYPES, Bias, Case, Inputs, Mask, Segments
 
 HUGE = 2**31 - 1
-# Sizes around those of tiles and blocks.
+# Lengths close to the sizes of tiles and blocks.
 LENGTHS = (
     *(1, 2, 3, 16, 17, 31, 33, 47, 48, 63, 64, 65, 80, 95, 96, 97, 127, 128, 129, 150, 191, 192, 193, 257, 300),
 )  # fmt: skip
@@ -23,7 +23,7 @@ LONG_LENGTHS = (320, 383, 385, 449, 512, 513, 640, 700, 1025)
 HEAD_DIMS = (*(1, 2, 3, 8, 16, 24, 31, 32, 33, 40, 48, 63, 65, 72, 80, 96, 97, 104, 127), *[64, 128] * 4)
 WIDE_HEAD_DIMS = (129, 136, 160, 191, 192, 193, 200, 224, 255, 256, 257, 300)
 MAX_CUDA_HEAD_DIM = 256
-# Of queries and keys, of all heads, batch elements and turns of the loops: these take a second, and some ten.
+# Limits of pairs of query and key, over all heads, batch elements and loop turns: about one second, and ten.
 PAIRS = 150_000
 MANY_PAIRS = 1_500_000
 POLICIES = {
@@ -36,12 +36,12 @@ POLICIES = {
 }
 
 
-# ---- What makes an operand ------------------------------------------------------------------------------------
+# ---- Makers of operands ------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Of one side, each none, all, one beyond the ends or anything; () and (1,) only without a batch axis."""
+    """Lengths of one side: 0, full, just past the ends or anything; () and (1,) only without a batch axis."""
 
     side: str  # "T" or "S"
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class Lengths:
 
 @dataclasses.dataclass(frozen=True)
 class Offsets:
-    """Positions of the first query; () is one for all batch elements."""
+    """Positions of the first query; shape () means one for all batch elements."""
 
     shape: tuple[int, ...]
     may_be_huge: bool
@@ -97,12 +97,12 @@ class Seed:
         return np.int32(rng.integers(1000))
 
 
-# ---- What is done with it -------------------------------------------------------------------------------------
+# ---- Transformations -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """How an array lies in the one that the program is given: what is around it is NaN, which it must not read."""
+    """An argument that is a view of a larger array, with NaN around it, which must not be read."""
 
     kind: str  # "transposed", "reversed", "sliced" or "strided"
     axis: int
@@ -129,37 +129,36 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A vmap or a scan around the call, with an axis of some of the arguments: the others are the same all along."""
+    """A vmap or a scan over an axis of some arguments; the others are the same in all turns."""
 
     kind: str  # "vmap" or "scan"
     size: int
     axes: dict[str, int]
-    is_differentiated: bool  # the gradient of the loop, else a loop over gradients
+    is_differentiated: bool  # the gradient of a loop, else a loop over gradients
 
 
 @dataclasses.dataclass(frozen=True)
 class RandomCase:
     """A call of attention and its gradient.
 
-    Arguments have names: those of `cases.Inputs`, and of `cases.OPERANDS` with `query_ids` and `key_ids` for a pair
-    of segment ids.
+    Arguments are named as in `cases.Inputs` and `cases.OPERANDS`; `query_ids` and `key_ids` are a pair of segment ids.
     """
 
     seed: int
     case: Case  # sizes and options
     dtype: str
-    rule: str  # of the closeness rule
+    rule: str  # kind in the closeness rule
     has_batch: bool
     more: dict[str, Any]  # options that do not change the exact result
-    scale_is_array: bool  # as a learned temperature is
+    scale_is_array: bool  # as for a learned temperature
     x64: bool
     cotangents: tuple[str, ...]  # of out, of lse
     differentiated: tuple[str, ...]  # names of arguments
-    loops: tuple[Loop, ...]  # the outermost first; those over gradients come first
+    loops: tuple[Loop, ...]  # outermost first; loops over gradients come first
     checkpoint: str | None  # a policy of jax.checkpoint
     is_jitted: bool
     views: dict[str, View]
-    poison: bool  # NaN wherever it must not be read
+    poison: bool  # NaN wherever nothing may be read
 
     def __str__(self) -> str:
         c = self.case
@@ -181,28 +180,28 @@ class RandomCase:
         return "\n".join(parts)
 
     def numbers(self, arguments: dict[str, np.ndarray]) -> list[str]:
-        """Small operands, to read."""
+        """The values of small operands, to print."""
         operands = {name: x for name, x in arguments.items() if name not in Inputs._fields}
         return [f"{name} = {x.tolist()}" for name, x in operands.items() if x.size <= 12]
 
     @property
     def static(self) -> dict[str, Any]:
-        """The options that belong to the program."""
+        """The options that are static under jit."""
         return self.case.static | self.more
 
     def mapped(self, name: str) -> tuple[bool, ...]:
-        """Which of the loops have an axis of an argument."""
+        """For each loop, whether it maps an axis of the argument."""
         is_cotangent = name in ("dout", "dlse")
         return tuple(name in loop.axes or (is_cotangent and loop.is_differentiated) for loop in self.loops)
 
     def summed(self, name: str) -> list[int]:
-        """Which of the loops the gradient of an argument is summed over."""
+        """The loops over which the gradient of an argument is summed."""
         of_results = (True,) * len(self.loops)
         mapped = of_results if name in ("out", "lse") else self.mapped(name)
         return [i for i, loop in enumerate(self.loops) if loop.is_differentiated and not mapped[i]]
 
     def num_terms(self, name: str) -> int:
-        """How many numbers a result or the gradient of an argument is a sum of: what the closeness rule calls keys."""
+        """The number of terms in the sum of a result or gradient: num_keys of the closeness rule."""
         c, terms = self.case, self.case.seqlen_kv
         if name in ("bias", "alibi", "sinks"):
             pairs = c.batch * c.num_heads * c.seqlen_q * c.seqlen_kv
@@ -211,7 +210,7 @@ class RandomCase:
         return terms * math.prod(self.loops[i].size for i in self.summed(name))
 
     def num_rows(self, name: str) -> float:
-        """How many rows of ds each number of the gradient of an argument is a sum of."""
+        """The number of rows of ds that add to each number of an argument's gradient."""
         c, rows = self.case, 1.0
         if name == "k":
             rows = c.seqlen_q * c.num_heads / c.num_kv_heads
@@ -219,14 +218,14 @@ class RandomCase:
             operand = self._makers()[name](np.random.default_rng(0))
             rows = c.batch * c.num_heads * c.seqlen_q
             if name == "bias" and operand.ndim:
-                rows *= operand.shape[-1]  # its columns are not summed over rows of ds but beside each other
+                rows *= operand.shape[-1]  # columns of the bias are separate sums
             rows /= max(operand.size, 1)
         return rows * math.prod(self.loops[i].size for i in self.summed(name))
 
     def cancelling(self, name: str, arguments: dict[str, np.ndarray]) -> float:
-        """What closeness takes: the largest |dout_i| |v_j| in a gradient through ds, times what ds is multiplied by.
+        """`cancelling` of the closeness rule: the largest |dout_i| |v_j| of a gradient through ds times ds's factors.
 
-        Of many rows, what rounding leaves adds up as a random walk does, and most of it is smaller than the largest.
+        Over many rows the rounding errors add up like a random walk, and most are smaller than the largest.
         """
         c = self.case
         if name in ("out", "lse", "v") or "dout" not in arguments:
@@ -247,7 +246,7 @@ class RandomCase:
         return terms
 
     def arguments(self) -> dict[str, np.ndarray]:
-        """All that is an array, with the axes of the loops in front."""
+        """All array arguments, with the axes of the loops in front."""
         arguments = {}
         for name, make in self._makers().items():
             rng = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
@@ -306,7 +305,7 @@ class RandomCase:
         return dict(segment_ids=make(0))
 
     def oracle_options(self, arguments: dict[str, np.ndarray]) -> dict[str, Any]:
-        """What the oracle takes beside q, k, v and cotangents, of the arguments of one turn."""
+        """The oracle's options for the arguments of one turn."""
         options = self.case.static | {name: x for name, x in arguments.items() if name not in Inputs._fields}
         if "query_ids" in options:
             options["segment_ids"] = options.pop("query_ids"), options.pop("key_ids")
@@ -318,9 +317,9 @@ class RandomCase:
         return options
 
     def poisoned(self, arguments: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """With NaN where no turn may read: beyond the lengths, and in a bias where no pair is seen."""
+        """The arguments with NaN where no turn may read: beyond the lengths, and in a bias at hidden pairs."""
         c = self.case
-        # A sink gives a row without keys a log-sum-exp, and its cotangent a meaning.
+        # With a sink even a fully masked row has a log-sum-exp, so its cotangent is read.
         names = {"q", "k", "v", "dout", "bias", "" if "sinks" in arguments else "dlse"} & arguments.keys()
         is_read = {name: np.zeros(arguments[name].shape, bool) for name in names}
         for turn, read in zip(self.turns(arguments), self.turns(is_read), strict=True):
@@ -363,12 +362,12 @@ class _Dice:
         return bool(self.rng.random() < probability)
 
     def number(self, low: float, high: float) -> float:
-        """Between the two, in the logarithm, with few digits to read."""
+        """Log-uniform between the limits, rounded to three digits for readability."""
         return float(f"{np.exp(self.rng.uniform(np.log(low), np.log(high))):.3g}")
 
 
 def draw(seed: int, platform: str) -> RandomCase:
-    """The case of a seed: the same on all platforms but for what they compute and their largest head dim."""
+    """The case of a seed. Platforms differ only in dtype, precision and the largest head dim."""
     dice = _Dice(seed)
     dtype, precision, rule = dice.pick(harness.KINDS[platform])
     any_precision = dice.pick([None, None, "default", "high", "highest"])
@@ -385,11 +384,10 @@ def draw(seed: int, platform: str) -> RandomCase:
     options = _draw_options(dice, case, dtype, has_batch)
     magnitude = dice.pick([1.0] * 8 + [8.0, 30.0])
     if "scale" in options or case.head_dim > 128:
-        magnitude = min(magnitude, 8.0)  # float32 is not exact enough for logits of some hundreds
+        magnitude = min(magnitude, 8.0)  # float32 is not exact enough for logits of several hundreds
     if "query_seq_lengths" in options or min(case.seqlen_q, case.seqlen_kv) < 64:
-        magnitude = (
-            1.0  # nor where there are few keys; in few rows the errors of 16 bits may all be small by chance
-        )
+        # Nor with few keys; and with few rows the errors of 16 bits may all be small by chance.
+        magnitude = 1.0
     case = dataclasses.replace(case, options=tuple(options.items()), magnitude=magnitude)
 
     floats = [name for name in ("q", "k", "v", "bias", "alibi", "sinks") if name in (*"qkv", *options)]
@@ -456,7 +454,7 @@ def _draw_sizes(dice: _Dice, name: str, platform: str) -> tuple[Case, bool, list
         group,
         *(dice.pick([1, 2, 3]) for _ in range(dice.pick([0, 0, 0, 1, 1, 2]))),
     ]
-    # What there is too much of is taken from these, which tiles know nothing of.
+    # If there are too many pairs, shrink these sizes, which do not matter to tiles.
     while t * s * math.prod(sizes) > (MANY_PAIRS if is_large else PAIRS) and max(sizes) > 1:
         sizes[sizes.index(max(sizes))] -= 1
     batch, num_kv_heads, group, *loop_sizes = sizes
@@ -469,7 +467,7 @@ def _draw_sizes(dice: _Dice, name: str, platform: str) -> tuple[Case, bool, list
 
 
 def _draw_options(dice: _Dice, case: Case, dtype: str, has_batch: bool) -> dict[str, Any]:
-    """In some cases few, in some nearly all."""
+    """Few options in some cases, nearly all in others."""
     share = dice.pick([0.05, 0.15, 0.3, 0.3, 0.5, 0.9])
 
     def has() -> bool:
@@ -508,7 +506,7 @@ def _draw_options(dice: _Dice, case: Case, dtype: str, has_batch: bool) -> dict[
         else:
             options["bias"] = Bias(axes(), dice.pick([1.0, 1.0, 5.0]), float_dtype())
     if has() or ("is_causal" in options and dice.chance(0.3)):
-        # A huge one beside slopes would shift all logits, which costs the gradient its accuracy.
+        # With slopes, a huge offset would shift all logits and make the gradient inaccurate.
         may_be_huge = "alibi" not in options
         options["query_offset"] = Offsets(dice.pick([(), per_batch]), may_be_huge)
         if dice.chance(0.3):

@@ -1,4 +1,4 @@
-"""The backward pass against the exact gradients, over the table of cases."""
+"""The backward pass against exact gradients, over the table of cases."""
 
 import harness
 import jax
@@ -23,7 +23,7 @@ def test_is_close_to_exact(case, kind, platform):
 @pytest.mark.parametrize("case", PAIRS, ids=str)
 def test_pair_of_options_is_close_to_exact(case, platform):
     for dtype, precision, rule in harness.KINDS[platform]:
-        # TF32's own errors, which are large beside these sums, are left to the cases above.
+        # Not TF32, whose errors are large beside these sums; the cases above test it.
         if dtype == "bfloat16" or rule == "float32":
             got, gradients = harness.run_with_operands(case, dtype, precision=precision)
             harness.check(got, case, dtype, rule)
@@ -99,7 +99,7 @@ def test_gradients_of_some_inputs(argnums, platform):
 
 
 def test_second_derivative_is_refused(platform):
-    """There is no kernel for it: a sentence at trace time, not a wrong number."""
+    """No kernel computes it: tracing raises an error instead of giving a wrong number."""
     q = jnp.ones((1, 4, 1, 8))
 
     def slope(q):
@@ -111,7 +111,7 @@ def test_second_derivative_is_refused(platform):
 
 
 def test_long_sums_stay_exact_in_float32():
-    """Of 16 heads times 2,048 rows, one after the other, an error would grow with their number."""
+    """Over 16 heads times 2,048 rows, the error of a sequential sum would grow with their number."""
     sizes = [(1, 2048, 16, 64), (1, 2048, 1, 64), (1, 2048, 1, 64), (1, 2048, 16, 64)]
     arrays = [np.random.default_rng(seed).standard_normal(size) for seed, size in enumerate(sizes)]
 

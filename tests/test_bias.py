@@ -1,4 +1,4 @@
-"""Biases and slopes: their gradients, dtypes and shapes; the table of cases has them among other options."""
+"""Biases and ALiBi slopes: gradients, dtypes, shapes. The table of cases combines them with other options."""
 
 import functools
 import itertools
@@ -42,7 +42,7 @@ def loss(q, k, v, bias, **options):
 
 
 def exact_gradients(q, k, v, bias, arithmetic=None, **options) -> list[np.ndarray]:
-    """Those of `loss`, in q, k, v and bias (an array or Alibi)."""
+    """The gradients of `loss` with respect to q, k, v and bias (an array or Alibi)."""
     name, x = ("alibi", bias.slopes) if isinstance(bias, jax_flash.Alibi) else ("bias", bias)
     options |= dict(is_causal=True) | {name: x}
     out = oracle.attention(q, k, v, **options).out
@@ -54,7 +54,7 @@ def exact_gradients(q, k, v, bias, arithmetic=None, **options) -> list[np.ndarra
 
 
 def assert_close(got, want, kind="float32", naive=None) -> None:
-    """Of a gradient of a bias: a sum over what it is broadcast along."""
+    """The closeness rule for the gradient of a bias, which is summed over broadcast dimensions."""
     terms = 4 * 8 * T * S // np.size(want)
     want, naive = (None if x is None else np.reshape(x, np.size(x)) for x in (want, naive))
     harness.assert_close(np.reshape(got, np.size(got)), want, kind, num_keys=max(S, terms), naive=naive)
@@ -101,7 +101,7 @@ def test_gradient_has_the_dtype_of_the_slopes(dtype, platform):
 
 @pytest.mark.parametrize("bias", [bias_of("BNTS"), bias_of("1N1S"), None], ids=["pairs", "keys", "slopes"])
 def test_only_what_is_differentiated_takes_a_pass(bias, platform):
-    """And the other gradients are the same bits with and without it."""
+    """The other gradients have the same bits with and without this pass."""
     bias = jax_flash.Alibi(np.linspace(0.0, 0.5, 8, dtype=np.float32)) if bias is None else bias
     f = functools.partial(loss, deterministic=True)
 
@@ -121,7 +121,7 @@ def test_only_what_is_differentiated_takes_a_pass(bias, platform):
 
 
 def test_an_eager_gradient_is_one_program(monkeypatch):
-    """So there, too, XLA drops the pass that nobody asked for."""
+    """So XLA drops the unused pass here, too."""
 
     def fail(*args, **params):
         raise AssertionError("A pass ran by itself.")
@@ -133,10 +133,10 @@ def test_an_eager_gradient_is_one_program(monkeypatch):
 
 @pytest.mark.parametrize("hidden", [-np.inf, float(np.finfo(np.float32).min), -1e9], ids=str)
 def test_a_bias_as_a_mask(hidden, platform):
-    """Of minus infinity or a large negative number: what masks were before there were masks."""
+    """A bias of -inf or of a large negative number, the traditional way to mask."""
     args = arrays()
     mask = np.random.default_rng(0).random((4, 8, T, S)) < 0.5
-    mask[..., 0] = True  # some key in each row
+    mask[..., 0] = True  # at least one key in each row
     bias = np.where(mask, bias_of("BNTS"), hidden).astype(np.float32)
     got = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*args, bias)
     want = exact_gradients(*args, np.where(mask, bias, 0), mask=mask)
@@ -161,7 +161,7 @@ def test_a_row_of_minus_infinities_sees_no_key(implementation, platform):
 
 @pytest.mark.parametrize("constant", [-1e9, 1e9, 2e38, -2e38], ids=str)
 def test_a_large_constant_changes_nothing(constant, platform):
-    """A row is shifted by it as a whole: here logits of 0, which its rounding leaves alone."""
+    """It shifts a whole row. The logits here are 0, so rounding changes nothing."""
     q, k, v = arrays()
     bias = np.full((1, 1, T, 1), constant, np.float32)
     out, lse = attention(0 * q, k, v, bias, return_residual=True)
@@ -173,7 +173,7 @@ def test_a_large_constant_changes_nothing(constant, platform):
 @pytest.mark.parametrize("axes", ["BNTS", "1NTS", "B11S", "1N11"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_gradient_repeats_its_bits(dtype, axes, platform):
-    """Also where the other gradients are summed in any order."""
+    """Even if the other gradients are summed in any order."""
     shapes = (2, 300, 4, 64), (2, 333, 2, 64), (2, 333, 2, 64)
     args = [jnp.asarray(random(*x, seed=seed, dtype=DTYPES[dtype])) for seed, x in enumerate(shapes)]
     sizes = dict(zip("BNTS1", (2, 4, 300, 333, 1), strict=True))
@@ -201,7 +201,7 @@ BESIDE_SLOPES = {
 
 @pytest.mark.parametrize("options", BESIDE_SLOPES.values(), ids=BESIDE_SLOPES.keys())
 def test_slopes_are_the_dense_bias(options, platform):
-    """Out, lse and gradients, that of the slopes through the dense bias among them."""
+    """Out, lse and gradients, including that of the slopes, equal those of the dense bias."""
     offset = jnp.reshape(options.get("query_offset", 0), (-1, 1, 1, 1))
     distance = jnp.abs(jnp.arange(T)[:, None] + offset - jnp.arange(S))
 
@@ -219,24 +219,24 @@ def test_slopes_are_the_dense_bias(options, platform):
     got, want = results(jax_flash.Alibi, *arrays(), SLOPES), results(dense, *arrays(), SLOPES)
     for a, b in zip(got[:5], want[:5], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-    # The slopes' is a sum of gradients times distances, of up to 1000 with the largest offset.
+    # The slopes' gradient sums products with distances, up to 1000 with the largest offset.
     largest = float(jnp.abs(distance).max())
     np.testing.assert_allclose(got[5], want[5], rtol=1e-4, atol=1e-5 * largest)
 
 
 def arrays_of(text: str) -> set[tuple[int, ...]]:
-    """The shapes of all arrays in the text of a program: jaxpr, StableHLO or HLO."""
+    """The shapes of all arrays in a program's text: jaxpr, StableHLO or HLO."""
     shapes = re.findall(r"(?:tensor<|\b(?:[fsu]\d+|bf16|pred|bool|i1)\[)([\dx,]+)", text)
     return {tuple(int(size) for size in re.split("[x,]", shape.strip("x,")) if size) for shape in shapes}
 
 
 def programs(f, *args) -> list[str]:
-    """What the function becomes, before and after XLA."""
+    """The function's program before and after XLA's compilation."""
     lowered = jax.jit(f).lower(*args)
     return [str(jax.make_jaxpr(f)(*args)), lowered.as_text(), lowered.compile().as_text()]
 
 
-# Read where they lie; the sums of the gradient of a bias without queries or without keys are smaller.
+# They are read in place. The gradient of a bias without queries or without keys needs smaller sums.
 WITHOUT_PAIRS = {
     "slopes": jax_flash.Alibi(SLOPES),
     "bias of keys": bias_of("B11S"),
@@ -257,7 +257,7 @@ def test_no_array_of_pairs_is_written(bias, platform):
 
 
 def test_the_search_finds_an_array_of_pairs():
-    """So the test above can fail."""
+    """Shows that the test above can fail."""
     f = functools.partial(loss, implementation="xla")
     for text in programs(f, *arrays(), jax_flash.Alibi(SLOPES)):
         assert [shape for shape in arrays_of(text) if T in shape and S in shape]
@@ -277,7 +277,7 @@ def test_slopes_are_a_pytree():
 @pytest.mark.parametrize("arrays_too", [False, True], ids=["bias", "bias and arrays"])
 @pytest.mark.parametrize("axes", ["BNTS", "1NTS", "B1TS", "N1S", "TS", "1111", "alibi"])
 def test_vmap_over_biases(axes, arrays_too, platform):
-    """The gradient of each; and of one that is not mapped the sum over the map."""
+    """Each bias has its gradient; that of an unmapped bias is summed over the map."""
     if axes == "alibi":
         biases = jax_flash.Alibi(np.stack([SLOPES, 2 * SLOPES, -SLOPES]))
     else:
@@ -358,7 +358,7 @@ Q_SPECS = {
     "heads": P(None, None, "heads"),
     "batch over both": P(("batch", "heads")),
 }
-# Axes of a bias, and the axes of the mesh that those of B and N are spread over, where q's are.
+# Axes of a bias, and the mesh axes over which its B and N are sharded, like q's.
 BIASES = ["BNTS", "1NTS", "B1TS", "TS", "NT1", "B11S", "N11", "1111"]
 
 
@@ -394,7 +394,7 @@ def assert_sharded_gradients(got, args, bias) -> None:
 @pytest.mark.parametrize("axes", [*BIASES, "alibi"])
 @pytest.mark.parametrize("spec", Q_SPECS.values(), ids=Q_SPECS.keys())
 def test_sharded_jit_sums_the_gradient_and_gathers_no_arrays(spec, axes, replicated):
-    """The gradient sums over the devices that share a bias; q, k, v and their gradients stay where they are."""
+    """The gradient is summed over devices that share a bias; q, k, v and their gradients are not moved."""
     mesh = mesh_of()
     args, placed = sharded_arrays(mesh, spec)
     if axes == "alibi":

@@ -65,7 +65,7 @@ GRADIENT_FAULTS = {
 @pytest.mark.parametrize("kind", ["bfloat16", "float16", "tfloat32", "float32", "float64"])
 @pytest.mark.parametrize("fault", GRADIENT_FAULTS)
 def test_planted_fault_is_caught_with_all_allowances(fault, kind):
-    """The allowances are those of the random cases."""
+    """With the allowances of the random cases."""
     dout = np.random.default_rng(1).standard_normal(Q.shape)
     largest = [np.linalg.norm(x, axis=-1).max() for x in (dout, V)]
     allowances = dict(cancelling=np.prod(largest) * 32**-0.5 * np.abs(K).max(), few=True, chance=2.0)

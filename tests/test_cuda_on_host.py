@@ -1,4 +1,4 @@
-"""What of the CUDA code can be run without a GPU: its masks, its table of tiles, its list of kernels."""
+"""The parts of the CUDA code that run without a GPU: masks, table of tiles, list of kernels."""
 
 import itertools
 import os
@@ -43,7 +43,7 @@ def kernels(tmp_path) -> list[tuple[str, str, str, int]]:
 
 
 def test_some_kernel_takes_every_head_dim(kernels):
-    """In every arithmetic and on every card."""
+    """In every arithmetic, on every card."""
     arithmetics = "bfloat16", "float16", "tf32", "tf32x3"
     directions = "forward", "backward", "backward_dq", "backward_bias"
     for row in itertools.product(directions, ["sm80"], arithmetics):
@@ -53,7 +53,7 @@ def test_some_kernel_takes_every_head_dim(kernels):
 
 
 def test_kernels_stand_in_the_order_of_preference(kernels):
-    """Dispatch takes the first one that does: of an architecture the smallest, Hopper's before the portable ones."""
+    """Dispatch takes the first kernel that fits: dedicated before portable ones, then the smallest head dim."""
     assert len(set(kernels)) == len(kernels)
     for direction, arithmetic in {(direction, arithmetic) for direction, _, arithmetic, _ in kernels}:
         rows = [row for row in kernels if (row[0], row[2]) == (direction, arithmetic)]

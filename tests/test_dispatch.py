@@ -1,4 +1,4 @@
-"""Which CUDA kernels run, what tests set to choose others, and the memory that they are given."""
+"""Which CUDA kernels run, the settings that choose others, and the memory that they get."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ def attend() -> jax.Array:
 
 
 def test_settings_of_a_running_process(cuda, monkeypatch):
-    monkeypatch.setenv("JAX_FLASH_KERNELS", "none")  # too late
+    monkeypatch.setenv("JAX_FLASH_KERNELS", "none")  # too late to have an effect
     np.testing.assert_array_equal(attend(), 1.0)
     with harness.cuda_settings(kernels="none"), pytest.raises(jax.errors.JaxRuntimeError, match=REFUSAL):
         attend()
@@ -51,16 +51,16 @@ def set_local_gpus(monkeypatch, *capabilities: str) -> None:
         (["9.0", "9.0"], 136, 64, "float16", False),
         (["9.0"], 64, 136, "bfloat16", False),
         (["9.0"], 128, 128, "bfloat16", True),  # one kernel for all gradients
-        (["9.0"], 132, 256, "bfloat16", True),  # not for Hopper's kernels
+        (["9.0"], 132, 256, "bfloat16", True),  # not supported by the Hopper kernels
         (["9.0"], 256, 132, "bfloat16", True),
         (["9.0"], 256, 256, "float32", True),  # no such kernel
-        (["9.0", "8.0"], 256, 256, "bfloat16", True),  # nobody knows which one it is for
+        (["9.0", "8.0"], 256, 256, "bfloat16", True),  # the target GPU is unknown
         (["10.0"], 256, 256, "bfloat16", True),
         ([], 256, 256, "bfloat16", True),
     ],
 )
 def test_room_for_sums_of_dq(capabilities, head_dim, head_dim_v, dtype, sums, monkeypatch):
-    """There is none where Hopper's kernels, which leave dq to another one, are sure to be taken."""
+    """There is none if a Hopper kernel that leaves dq to another kernel is certain to run."""
     set_local_gpus(monkeypatch, *capabilities)
     kernels = [f"backward sm90 {x} {size}" for x in ("bfloat16", "float16") for size in (64, 128, 256)]
     kernels += ["forward sm90 bfloat16 256", "backward sm80 float32 256", "backward_dq sm90 bfloat16 256"]
@@ -73,7 +73,7 @@ def test_room_for_sums_of_dq(capabilities, head_dim, head_dim_v, dtype, sums, mo
 @pytest.mark.parametrize("capabilities", [["9.0"], []], ids=["without room", "with room"])
 @pytest.mark.parametrize("name", ["head dim 256", "tiles, mask, head dim 256"])
 def test_gradients_with_and_without_room_for_sums_of_dq(name, capabilities, kernels, cuda, monkeypatch):
-    """Whatever a program was lowered for, its gradients are right."""
+    """Gradients are right, whatever the program was lowered for."""
     set_local_gpus(monkeypatch, *capabilities)
     case = next(case for case in CASES if case.name == name)
     with harness.cuda_settings(kernels="" if kernels == "all" else kernels):

@@ -1,4 +1,4 @@
-"""The documentation has what it says it has; that its pages and notebooks are right is seen when the site is built."""
+"""Consistency of the documentation. Building the site checks the pages and runs the notebooks."""
 
 import inspect
 import re
@@ -14,7 +14,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 
 
 def prose(page: Path) -> str:
-    """A page without its blocks of code."""
+    """A page without its code blocks."""
     return re.sub(r"^(```+|~~~+).*?^\1 *$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
@@ -34,7 +34,7 @@ def test_every_picture_of_an_option_is_shown():
 
 
 def test_every_page_is_in_the_index():
-    """Sphinx says so, too, but not every change of a page is built."""
+    """Sphinx checks it, too, but not every change to a page is built."""
     entries = re.findall(r"^[\w/]+$", (DOCS / "index.md").read_text(), re.MULTILINE)
     pages = [path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md")]
     assert sorted(entries) == sorted(set(pages) - {"index"})

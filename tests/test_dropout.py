@@ -1,4 +1,4 @@
-"""Dropout: which pairs are kept, the same in every kernel, and what becomes of them."""
+"""Dropout: every kernel keeps the same pairs, and scales them right."""
 
 import functools
 
@@ -38,7 +38,7 @@ def keep_of(key, rate: float, batch: int, num_heads: int, seqlen_q: int, seqlen_
     return oracle.keep(_dropout.make_seeds(key, batch, num_heads), rate, seqlen_q, seqlen_kv)
 
 
-# ---- What is kept -----------------------------------------------------------------------------------------
+# ---- Kept pairs -----------------------------------------------------------------------------------------
 
 # Known answers of Random123's philox4x32-10: counter, key, words.
 KNOWN_ANSWERS = [
@@ -72,9 +72,9 @@ def test_every_head_of_every_batch_element_has_seeds_of_its_own():
 
 
 def probe(batch, t, s, heads, head_dim, dtype, rate, key, **options) -> tuple[np.ndarray, np.ndarray]:
-    """Probabilities after dropout, [B, N, T, S], as the forward and as the backward pass have them.
+    """Probabilities after dropout, [B, N, T, S], of the forward and of the backward pass.
 
-    With queries and keys of 0 all keys weigh the same, and one-hot values and cotangents show the weights.
+    With queries and keys of 0 all keys have the same weight; one-hot values and cotangents show the weights.
     """
     q, k = (np.zeros((batch, length, heads, head_dim), dtype) for length in (t, s))
     f = functools.partial(attention, dropout_rate=rate, **options)
@@ -105,7 +105,7 @@ PROBES = [(300, 261, 64), (200, 333, 128), (129, 131, 256), (77, 50, 24), (1, 30
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("sizes", PROBES, ids=str)
 def test_kernels_keep_what_they_should(sizes, dtype, rate, platform):
-    """Exactly these pairs, forward and backward, scaled by 1 / (1 - rate)."""
+    """Exactly the expected pairs, forward and backward, scaled by 1 / (1 - rate)."""
     t, s, head_dim = sizes
     keep = keep_of(KEY, rate, 2, 2, t, s)
     want = keep / (1 - rate) / s
@@ -134,7 +134,7 @@ def test_masks_do_not_change_what_is_kept(options, deterministic, platform):
 
 @pytest.mark.parametrize("sizes", [(64, 64), (33, 200), (200, 1), (1, 77)], ids=str)
 def test_cut_outs_agree(sizes, platform):
-    """What is kept of a pair does not depend on how many rows and keys there are beside it."""
+    """Whether a pair is kept does not depend on the numbers of rows and keys."""
     whole = probe(2, 200, 261, 2, 64, np.float32, 0.5, KEY)
     part = probe(2, *sizes, 2, 64, np.float32, 0.5, KEY)
     for a, b in zip(whole, part, strict=True):
@@ -144,7 +144,7 @@ def test_cut_outs_agree(sizes, platform):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9, 0.999])
 def test_keeps_a_value_or_drops_it(rate, implementation, platform):
-    """As many as it should, and the log-sum-exp is that of all."""
+    """The expected fraction is kept, and the log-sum-exp counts all pairs."""
     q, k, _ = (0.3 * x for x in qkv(4, 200, 61, n=4, k=4))
     v = np.broadcast_to(np.eye(61, dtype=np.float32)[None, :, None], (4, 61, 4, 61))
     f = jax.jit(
@@ -162,18 +162,18 @@ def test_keeps_a_value_or_drops_it(rate, implementation, platform):
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_pairs_are_independent(rate):
-    """Of their neighbours and of those that share a call of Philox, of other heads and of other keys."""
+    """Pairs do not correlate with neighbours, pairs of the same Philox call, other heads or other keys."""
     keep = np.stack(
         [_dropout.keep(_dropout.make_seeds(key, 2, 3), rate, 320, 320) for key in jax.random.split(KEY)]
     )
-    x = (keep - (1 - rate)) / np.sqrt(rate * (1 - rate))  # [keys, B, N, T, S], of variance 1
+    x = (keep - (1 - rate)) / np.sqrt(rate * (1 - rate))  # [keys, B, N, T, S], variance 1
     shifts = [(0, 0, 0, i, j) for i in (0, 1, 8, 16) for j in (0, 1, 2, 8, 16) if (i, j) != (0, 0)]
     shifts += [(1, 0, 0, 0, 0), (0, 1, 0, 0, 0), (0, 0, 1, 0, 0), (0, 1, 1, 0, 0)]
     for shift in shifts:
         later = x[tuple(slice(n, None) for n in shift)]
         earlier = x[tuple(slice(None, size - n) for size, n in zip(x.shape, shift, strict=True))]
         assert abs((later * earlier).mean()) < 5 / np.sqrt(later.size), shift
-    for axis in (3, 4):  # rows and columns as a whole
+    for axis in (3, 4):  # whole rows and columns
         means = x.mean(axis) * np.sqrt(320)
         assert np.abs(means).max() < 6
         assert abs(means.std() - 1) < 0.05
@@ -249,7 +249,7 @@ def test_repeats_give_the_same_bits(dtype, platform):
 
 
 def exact_gradients(q, k, v, key, rate: float = 0.3) -> list[np.ndarray]:
-    """Those of `loss`."""
+    """The gradients of `loss`."""
     options = dict(dropout_rate=rate, keep=keep_of(key, rate, q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     out = oracle.attention(q, k, v, **options).out
     return list(oracle.attention(q, k, v, np.cos(out), **options)[2:])
@@ -281,7 +281,7 @@ def test_vmap_over_keys_is_a_loop(arrays_too, platform):
 
 
 def test_vmap_with_one_key_is_a_loop(platform):
-    """Elements of the map share what is dropped, as in a loop with the same key."""
+    """All elements of the map drop the same pairs, as in a loop with one key."""
     args = [np.stack([x, 0.5 * x]) for x in qkv()]
     got = jax.vmap(jax.grad(loss, ALL), (0, 0, 0, None))(*args, KEY)
     for i in range(2):
@@ -336,7 +336,7 @@ SPECS = {
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_sharding_changes_nothing(spec):
-    """What is dropped belongs to an element of the whole batch and to a head of all."""
+    """Dropout counts batch elements and heads of the whole array, not of the shard."""
     mesh = Mesh(np.array(jax.devices("cpu")).reshape(2, 4), ("batch", "heads"))
     t, s = (40, 48) if spec == SPECS["lengths"] else (37, 43)
     args = qkv(8, t, s, n=8, k=4)
@@ -355,7 +355,7 @@ def test_sharding_changes_nothing(spec):
 
 
 def test_shard_map_drops_as_each_device_would():
-    """A key that all devices share counts batch elements and heads from 0 on each; a sharded key is each one's own."""
+    """With a shared key each device counts batch elements and heads from 0; a sharded key differs by device."""
     mesh = Mesh(np.array(jax.devices("cpu")), ("batch",))
     args = qkv(8)
 

@@ -1,4 +1,4 @@
-"""Shapes, values and circumstances at which attention has been known to break."""
+"""Shapes, values and circumstances in which attention implementations have been known to fail."""
 
 import functools
 
@@ -109,7 +109,7 @@ def test_more_than_65535(sizes, platform):
     got = forward_and_backward(precision="highest")(*args)
     want = oracle.attention(*args)
     for name in want._fields:
-        # The gradients of one key head sum over all 70,000 query heads.
+        # The gradients of the single key head sum over all 70,000 query heads.
         terms = t * n // max(k, 1) if name in ("dk", "dv") else s
         assert_close(getattr(got, name), getattr(want, name), "float32", num_keys=terms, name=name)
 
@@ -118,7 +118,7 @@ def test_more_than_65535(sizes, platform):
     "sizes", [(70_000, 1, 2, 1, 1), (1, 1, 2, 70_000, 70_000), (1, 2, 2, 70_000, 1)], ids=str
 )
 def test_more_than_65535_with_arrays(sizes, platform):
-    """The same with a bias, a mask and segments, which have grids of their own."""
+    """Like the test above, with a bias, a mask and segments, whose kernels have their own grids."""
     b, t, s, n, k = sizes
     q, k, v, dout = (
         0.5 * random(*shape, seed=seed)
@@ -163,7 +163,7 @@ def test_float64_is_refused_on_the_gpu(cuda):
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("kind", range(4))
 def test_logits_of_10000(kind, sign, platform):
-    """All logits of a row are large, and differ by little."""
+    """All logits of a row are large and differ little."""
     dtype, precision, _ = harness.KINDS[platform][kind]
     q = np.full((1, 70, 2, 16), 25 * sign)
     k = np.full((1, 90, 2, 16), 25.0)
@@ -176,7 +176,7 @@ def test_logits_of_10000(kind, sign, platform):
     assert np.abs(want.lse).min() > 9900
     for x in got:
         assert np.isfinite(np.asarray(x, np.float64)).all()
-    # Logits of this size are no finer than 1e-3 in float32, and so are the weights.
+    # Logits of this size have a resolution of 1e-3 in float32, and so have the weights.
     is_double = dtype == "float64"
     np.testing.assert_allclose(np.asarray(got.lse), want.lse, rtol=1e-14 if is_double else 5e-7)
     np.testing.assert_allclose(
@@ -191,8 +191,8 @@ def test_one_logit_far_above_the_others(platform):
     np.testing.assert_allclose(out[0, 5], v[0, 37], rtol=1e-6)
 
 
-# How far from 0 a logit may be, and the relative error of its exponential. In TF32 small parts of a weight are lost
-# before the weight is.
+# The largest distance of a logit from 0, and the relative error of its exponential. TF32 loses small parts of a weight
+# before the whole weight.
 EXPONENTIALS = {
     "cpu": [("float32", 87.0, 1e-6), ("float64", 708.0, 1e-14)],
     "cuda": [("float32", 50.0, 1e-4)],
@@ -201,7 +201,7 @@ EXPONENTIALS = {
 
 @pytest.mark.parametrize("kind", range(2))
 def test_exponential_over_its_whole_range(kind, platform):
-    """Of two keys with logits 0 and -x, the second weighs exp(-x) / (1 + exp(-x)): however little, not nothing."""
+    """With logits 0 and -x the second key has the weight exp(-x) / (1 + exp(-x)): small, but not 0."""
     if kind >= len(EXPONENTIALS[platform]):
         pytest.skip("the CUDA kernels have no float64")
     dtype, largest, tolerance = EXPONENTIALS[platform][kind]
@@ -216,7 +216,7 @@ def test_exponential_over_its_whole_range(kind, platform):
 
 
 def test_hyperbolic_tangent_over_its_whole_range(platform):
-    """The log-sum-exp of a single key is its logit, which the cap has been through."""
+    """The log-sum-exp of a single key is its capped logit."""
     x = np.concatenate([np.linspace(-25, 25, 2001), [-1e4, 0, 1e-3, 1e4]]).astype(np.float32)
     k = np.ones((1, 1, 1, 1), np.float32)
     q, cap = x.reshape(1, -1, 1, 1), 8.0
@@ -235,21 +235,21 @@ def test_a_weight_below_all_numbers_is_0(platform):
 
 
 def patterns(dtype: str, first: int, end: int) -> np.ndarray:
-    """The numbers of a 16-bit type whose bits are first, first + 1, ... as unsigned integers."""
+    """The numbers of a 16-bit type with bits first, first + 1, ... as unsigned integers."""
     return np.arange(first, end, dtype=np.uint16).view(DTYPES[dtype])
 
 
-# The bits of the smallest and the largest numbers whose neighbours' sums are normal and finite in float32.
+# Bits of the smallest and largest numbers for which sums of neighbours are normal and finite in float32.
 SUMMED = {"bfloat16": (0x0100, 0x7E00), "float16": (0x0000, 0x7BFF)}
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("dtype", SUMMED)
 def test_every_tie_is_rounded_to_even(dtype, sign):
-    """On the CPU, which converts in integers: means of all neighbours, exact in float32, and of what lies beside.
+    """On the CPU, which converts with integer arithmetic: means of all neighbours, exact in float32, and beside them.
 
-    With keys of 0 the output is the mean of four values: of the lower neighbour and the upper one 3 and 1, 2 and 2, or
-    1 and 3.
+    With keys of 0 the output is the mean of four values: 3 times the lower and once the upper neighbour, each twice, or
+    once and 3 times.
     """
     first, end = SUMMED[dtype]
     lower, upper = patterns(dtype, first, end), patterns(dtype, first + 1, end + 1)
@@ -267,7 +267,7 @@ def test_every_tie_is_rounded_to_even(dtype, sign):
     [("float16", 65504.0, 16.0), ("bfloat16", (2 - 2.0**-7) * 2.0**127, 2.0**119)],
 )
 def test_what_is_rounded_to_infinity(dtype, largest, half_a_step):
-    """From half a step beyond the largest number on. One key's dv is the sum of dout over the queries, here two."""
+    """All numbers from half a step above the largest. One key's dv is the sum of dout over two queries."""
     zeros = np.zeros((2, 2, 1, 1), DTYPES[dtype])
     dout = np.array([[largest, half_a_step * (1 - 2.0**-7)], [largest, half_a_step]]).astype(zeros.dtype)
     for sign in (1, -1):
@@ -280,7 +280,7 @@ def test_what_is_rounded_to_infinity(dtype, largest, half_a_step):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_nan_of_every_kind_stays_one(dtype):
-    """Also those whose rounding would carry into the sign or end as infinity."""
+    """Even one whose rounding would carry into the sign or give infinity."""
     first = {"bfloat16": 0x7F81, "float16": 0x7C01}[dtype]
     v = np.concatenate([patterns(dtype, first, 0x8000), patterns(dtype, first + 0x8000, 0x10000)])
     zeros = np.zeros((1, 1, 1, 1), v.dtype)
@@ -303,7 +303,7 @@ def test_negative_scale_is_the_scale_of_negative_queries(platform):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_largest_and_smallest_numbers(dtype, platform):
-    """Neither overflow in a product of small scale nor denormals make a NaN."""
+    """Neither overflow in a product with a small scale nor denormal numbers give NaN."""
     info = jnp.finfo(dtype)
     large = np.full((1, 20, 1, 8), np.sqrt(float(info.max)) / 4).astype(DTYPES[dtype])
     small = np.full((1, 20, 1, 8), float(info.smallest_subnormal)).astype(DTYPES[dtype])
@@ -322,7 +322,7 @@ def test_largest_and_smallest_numbers(dtype, platform):
 
 
 def test_131072_tokens_in_float32(cuda):
-    """One head, forward and backward, in memory linear in T; a few rows against the exact result."""
+    """One head, forward and backward, in memory linear in T; a few rows are compared with the exact result."""
     length, scale = 131_072, 128**-0.5
     q, k, v, dout = (random(1, length, 1, 128, seed=seed) for seed in range(4))
     got = forward_and_backward(precision="highest")(q, k, v, dout)
@@ -338,7 +338,7 @@ def test_131072_tokens_in_float32(cuda):
     close(got.out[rows], p @ v, name="out")
     ds = p * (dout[rows] @ v.T - (dout[rows] * got.out[rows]).sum(-1, keepdims=True))
     close(got.dq[rows], scale * ds @ k, name="dq")
-    # A key's gradient sums over the queries: their lse and delta are those just checked.
+    # A key's gradient sums over the queries, with the lse and delta just checked.
     p = np.exp(scale * q @ k[rows].T - got.lse[:, None])
     close(got.dv[rows], p.T @ dout, name="dv")
     ds = p * (dout @ v[rows].T - (dout * got.out).sum(-1, keepdims=True))
@@ -350,7 +350,7 @@ def memory_of_the_gpu() -> int:
 
 
 def test_tensors_past_2_to_the_31_elements(cuda):
-    """Indices that do not fit in 32 bits: short sequences, very many of them."""
+    """Indices that do not fit in 32 bits: very many short sequences."""
     batch, length, heads, head_dim = 2**18 + 8, 4, 16, 128
     assert batch * length * heads * head_dim > 2**31
     needed = 9 * 2 * batch * length * heads * head_dim
@@ -359,7 +359,7 @@ def test_tensors_past_2_to_the_31_elements(cuda):
 
     @jax.jit
     def make(seed):
-        """The same small array all over, so that every batch element has the same result."""
+        """One small array repeated, so that every batch element has the same result."""
         x = jax.random.normal(jax.random.key(seed), (8, length, heads, head_dim), jnp.bfloat16)
         return jnp.tile(x, (batch // 8, 1, 1, 1))
 
@@ -371,13 +371,13 @@ def test_tensors_past_2_to_the_31_elements(cuda):
         assert same, f"{name} differs between batch elements"
 
 
-# ---- Again and again --------------------------------------------------------------------------------------
+# ---- Repeated calls --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_repeats_give_the_same_bits(dtype, platform):
     repeats = 1000 if platform == "cuda" else 100
-    # On a GPU, enough tiles that multiprocessors take what is left as they get free.
+    # On a GPU, enough tiles that free multiprocessors take over remaining ones.
     batch = 80 if platform == "cuda" else 2
     args = [random(batch, 200, n, 64, seed=seed, dtype=DTYPES[dtype]) for seed, n in enumerate((4, 2, 2, 4))]
     args = [jnp.asarray(x) for x in args]
@@ -389,9 +389,9 @@ def test_repeats_give_the_same_bits(dtype, platform):
 
 @pytest.mark.parametrize("hidden_by", ["mask", "segments", "global tokens"])
 def test_hidden_tiles_do_not_change_the_order(hidden_by, platform):
-    """Tiles of keys that some or all rows do not see, between tiles that they do: a sum still has one order."""
+    """With hidden tiles of keys between visible ones, the order of summation is still fixed."""
     tile, tiles, length = 192, 32, 48
-    if hidden_by == "global tokens":  # a prefix and packed documents, causal
+    if hidden_by == "global tokens":  # a shared prefix and packed documents, causal
         tile, tiles, length = 384, 4, 1536
     of_key = np.arange(tile * tiles) // tile
     hidden = {
@@ -438,7 +438,7 @@ REPEATED = [
 
 @pytest.mark.parametrize("shape", REPEATED, ids=lambda shape: f"{shape[:6]} {'+'.join(shape[6])}")
 def test_deterministic_gradients_repeat_under_load(shape, platform):
-    """A large product before each call takes the clock down and the caches away."""
+    """A large product before each call lowers the clock and clears the caches."""
     t, s, n, k, h, hv, options = shape
     on_gpu = platform == "cuda"
     sizes = [(2, t, n, h), (2, s, k, h), (2, s, k, hv), (2, t, n, hv)]
@@ -479,7 +479,7 @@ def test_replays_follow_changed_inputs(deterministic, platform):
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_head_does_not_depend_on_the_others(head_dim, platform):
-    """Which multiprocessor takes which tile changes nothing: one head alone gives the same bits as among many."""
+    """The assignment of tiles to multiprocessors changes nothing: a head gives the same bits alone and among many."""
     heads = 150 if platform == "cuda" else 6
     q = random(2, 333, heads, head_dim, dtype=DTYPES["bfloat16"])
     k, v = (random(2, 300, heads // 2, head_dim, seed=seed, dtype=DTYPES["bfloat16"]) for seed in (1, 2))
@@ -501,7 +501,7 @@ def test_a_head_does_not_depend_on_the_others(head_dim, platform):
 
 
 def test_replays_in_16_bits_give_the_eager_bits(platform):
-    """The same for the forward pass in bfloat16, whose blocks count tiles in memory that each call must reset."""
+    """The bfloat16 forward pass draws tiles from a counter in memory, which each call must reset."""
     attention = functools.partial(jax_flash.flash_attention, is_causal=True)
 
     def three_times(q, k, v):
@@ -520,7 +520,7 @@ def test_replays_in_16_bits_give_the_eager_bits(platform):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "any order"])
 def test_replays_of_gradients_in_16_bits(deterministic, head_dim, platform):
-    """They give the eager bits, but for dq where it is summed in any order."""
+    """They give the same bits as eager calls, except a dq that is summed in any order."""
 
     def gradients(q, k, v):
         call = functools.partial(jax_flash.flash_attention, is_causal=True, deterministic=deterministic)
@@ -529,7 +529,7 @@ def test_replays_of_gradients_in_16_bits(deterministic, head_dim, platform):
 
     @jax.jit
     def count_differences(got, want):
-        """On the device: copies of all that would take longer than the kernels."""
+        """Counts on the device, because copies to the host would take longer than the kernels."""
 
         def differs(x, y, step):
             x, y = x.astype(jnp.float32), y.astype(jnp.float32)

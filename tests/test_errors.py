@@ -1,4 +1,4 @@
-"""Bad calls: the right exception while tracing, with the argument's name, what was expected and what came."""
+"""Bad calls raise the right exception while tracing, naming the argument, what was expected and what came."""
 
 import re
 
@@ -28,7 +28,7 @@ def boolean(*shape):
 
 RNG = jax.random.key(0)
 
-# What is changed in a good call, the exception, and what its message says: argument, expected, got.
+# The change to a good call, the exception, and its message: argument, expected, got.
 CALLS = {
     # Types
     "query is a list": (dict(query=[[1.0]]), TypeError, "query", "array", "list"),
@@ -208,7 +208,7 @@ def test_the_table_is_long_enough():
     assert len(CALLS) + len(TRACED) >= 40
 
 
-# Static options as traced values: what they would be is not known while the program is built.
+# Static options as traced values, which are unknown while the program is built.
 TRACED = {
     "is_causal": True,
     "local_window_size": 3,
@@ -234,7 +234,7 @@ def test_traced_part_of_a_window():
 
 
 def test_the_good_call_is_good():
-    """So each row above fails for its own reason."""
+    """Shows that each row above fails for its own reason."""
     assert call({}).shape == (2, 4, 6, 8)
     assert call(dict(implementation="xla")).shape == (2, 4, 6, 8)
 

@@ -1,4 +1,4 @@
-"""The examples do what they say, at a small size."""
+"""The examples run, at a small size."""
 
 import importlib.util
 import pathlib
@@ -45,7 +45,7 @@ def test_transformer_from_the_command_line(train_transformer, monkeypatch, capsy
 
 
 def test_training_step_from_the_command_line(monkeypatch, capsys):
-    """Both attentions give the first step the same loss; cuDNN's is refused without a GPU, in one line."""
+    """Both attentions give the same loss in the first step; cuDNN's without a GPU is an error of one line."""
     argv = "training_step.py --depth 1 --width 256 --num-kv-heads 1 --seq-len 32 --batch 1 --steps 1"
     monkeypatch.setattr("sys.argv", argv.split())
     load("training_step").main()
