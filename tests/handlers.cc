@@ -1,5 +1,5 @@
-// What the decoding of calls does that no call from Python can reach, or only one on a GPU. Prints a line for
-// each failure and then exits with 1.
+// Tests the decoding of calls where no call from Python can reach it, or only one on a GPU. Prints a line for
+// each failure; if there are any, the exit code is 1.
 #include <cstdint>
 #include <cstdio>
 #include <new>

@@ -1,16 +1,16 @@
-"""Plants faults, one at a time, in a copy of the checkout, and sees whether the tests that should find them do.
+"""Plants faults in a copy of the checkout, one at a time, and checks that the tests find them.
 
-    python tests/planted_faults.py                 # all of them: build, tests without a fault, then each fault
-    python tests/planted_faults.py --only NAME     # those with NAME in their name or file
-    python tests/planted_faults.py --list          # what there is, with what is replaced
-    python tests/planted_faults.py --table         # the table of docs/testing.md
+    python tests/planted_faults.py                 # all faults: build, run the tests without a fault, plant each fault
+    python tests/planted_faults.py --only NAME     # faults with NAME in their name or file
+    python tests/planted_faults.py --list          # list the faults with their replacements
+    python tests/planted_faults.py --table         # print the table of docs/testing.md
 
-pytest does not collect this. It needs a C++ compiler, CMake, and the package installed for the Python that runs: a copy
-is compiled, without CUDA. Faults in CUDA code are those that show on a machine without a GPU. The copy and its
-build folder stay in build/planted_faults, so that another run compiles only what has changed.
+pytest does not collect this file. It needs a C++ compiler, CMake, and the package installed for the running Python. The
+copy is compiled without CUDA, so faults in CUDA code are ones that show without a GPU. The copy and its build folder
+stay in build/planted_faults; the next run compiles only what has changed.
 
-A fault counts as caught if a test named beside it fails, if it no longer compiles or imports, or if the tests crash or
-hang. The list is for the person who changes a test or adds a feature: what would a reviewer plant there?
+A fault is caught if one of its tests fails, crashes or hangs, or if the code no longer compiles or imports. When you
+change a test or add a feature, add the faults that a reviewer would plant there.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from xml.etree import ElementTree as ET
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "planted_faults"
-_LONGEST = 90  # seconds that a fault's tests may take: it may be one that makes them hang
+_LONGEST = 90  # seconds for the tests of a fault, which may make them hang
 
 
 class Fault(NamedTuple):
@@ -35,12 +35,12 @@ class Fault(NamedTuple):
 
     name: str  # what is wrong
     file: str
-    text: str  # stands in the file exactly once
+    text: str  # occurs exactly once in the file
     replacement: str
-    tests: tuple[str, ...]  # node ids, from tests/ on, of which one must fail
+    tests: tuple[str, ...]  # node ids relative to tests/; at least one must fail
 
 
-# By file: what is wrong, the text, what takes its place, and the tests that must see it.
+# By file: the fault's name, the text, its replacement, and the tests that must find it.
 # fmt: off
 _TABLE: dict[str, list[tuple[str, ...]]] = {
     # ---- Python -------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("six products count as three",
          "return 2 if products >= 6 else", "return 2 if products > 6 else",
          "test_options.py::test_what_an_algorithm_in_parts_is_worth"),
-        ("of a pair of precisions the less exact counts",
+        ("the less exact of a pair of precisions counts",
          "return max(_precision_level(part)", "return min(_precision_level(part)",
          "test_options.py::test_the_more_exact_of_a_pair_counts"),
         ("the sides of a window are swapped",
@@ -86,7 +86,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("an offset of 2^31 is accepted",
          "if not -(2**31) <= number < 2**31:", "if not -(2**31) <= number <= 2**31:",
          "test_errors.py::test_bad_call[offset beyond int32]"),
-        ("ids of the keys are held against the queries",
+        ("ids of the keys are checked against the queries",
          "((query_ids, query), (key_ids, key))", "((query_ids, query), (key_ids, query))",
          "test_forward.py::test_is_close_to_exact[cpu-segments of queries and keys-2]"),
         ("several PRNG keys are accepted",
@@ -97,7 +97,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          "test_transforms.py::test_lowering_for_cuda_refuses_what_it_cannot_do"),
     ],
     "jax_flash/_attention.py": [
-        ("lse keeps a batch axis that the call has not",
+        ("lse has a batch axis that the call lacks",
          "jax.tree.map(lambda x: x[0], results)", "jax.tree.map(lambda x: x[0] if x.ndim > 3 else x, results)",
          "test_forward.py::test_without_a_batch_axis[cpu-full]"),
     ],
@@ -108,7 +108,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("the gradient of the sinks ignores that of lse",
          "delta -= dlse", "pass",
          "test_sinks.py::test_gradient_is_close_to_exact[cpu-sinks-2]"),
-        ("the gradient of the sinks has the other sign",
+        ("the gradient of the sinks has the wrong sign",
          "return -jnp.sum(jnp.where(lse == -jnp.inf,", "return jnp.sum(jnp.where(lse == -jnp.inf,",
          "test_sinks.py::test_gradient_is_close_to_exact[cpu-sinks-2]"),
         ("the gradient of the sinks counts rows beyond the lengths",
@@ -117,7 +117,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("lse is checkpointed under the name of out",
          'checkpoint_name(lse, "flash_attention_lse")', 'checkpoint_name(lse, "flash_attention_out")',
          "test_transforms.py::test_checkpoint[cpu-out]"),
-        ("dq and dk without an array's scale",
+        ("dq and dk lack the scale of an array",
          'dq, dk = (_sharding.times_factor(x, operands["scale_factor"]) for x in (dq, dk))', "pass",
          "test_scale.py::test_gradient_check"),
         ("the gradient of a scale reads queries beyond the lengths",
@@ -130,7 +130,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          "test_sinks.py::test_shard_map_sums_the_gradient_of_replicated_sinks"),
     ],
     "jax_flash/_partitioning.py": [
-        ("programs of other options have one name in the cache", "        call,\n", "",
+        ("programs with different options share a name in the cache", "        call,\n", "",
          "test_transforms.py::test_the_persistent_cache_knows_sharded_programs"),
         ("programs keep the name that JAX gave them",
          'op.attributes["backend_config"] = ir.StringAttr.get(stable)', "pass",
@@ -140,40 +140,40 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          "test_transforms.py::test_shard_map_over_some_axes_gathers_nothing"),
     ],
     "jax_flash/_primitives.py": [
-        ("no barrier behind the kernels' results",
+        ("no barrier after the kernels",
          "return list(stablehlo.OptimizationBarrierOp(results).results)", "return results",
          "test_transforms.py::test_results_on_cuda_stand_behind_a_barrier"),
         ("shards of different sizes",
          "return [None if size % _num_parts(mesh, axes) else axes for size, axes in partition]",
          "return [axes for size, axes in partition]",
          "test_transforms.py::test_shards_of_different_sizes"),
-        ("query heads are parted from their key head",
+        ("query heads are separated from their key head",
          "if num_kv_heads % _num_parts(mesh, heads):", "if num_heads % _num_parts(mesh, heads):",
          "test_transforms.py::test_one_key_head_with_sharded_query_heads"),
         ("the gradient of a bias is not summed over the devices",
          "return [jax.lax.psum(x, axes) if axes else x for x in results]", "return results",
          "test_bias.py::test_sharded_jit_sums_the_gradient_and_gathers_no_arrays[batch-1NTS-sharded bias]"),
-        ("lse is sharded as if heads came first",
+        ("lse is sharded with heads first",
          '"lse": "tn",', '"lse": "nt",',
          "test_transforms.py::test_sharded_jit_gathers_nothing[heads-]"),
         ("vmap moves the wrong way",
          "return jnp.moveaxis(x, dim, 0)", "return jnp.moveaxis(x, 0, dim)",
          "test_transforms.py::test_vmap_over_any_axis[cpu-0-(4, 3, 0)]"),
-        ("lse in the dtype of the query",
+        ("lse has the query's dtype",
          "lse_dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32", "lse_dtype = q.dtype",
          "test_forward.py::test_is_close_to_exact[cpu-full-0]"),
-        ("out as wide as the query",
+        ("out has the query's head dim",
          "shape=(*q.shape[:-1], v.shape[-1]),", "shape=q.shape,",
          "test_forward.py::test_is_close_to_exact[cpu-values narrower-2]"),
-        ("the last block of sums of a bias is cut off",
+        ("the last block of a bias's sums is cut off",
          "_workspace.blocks(sizes[axis])", "sizes[axis] // 64",
          "test_bias.py::test_gradient_is_summed_over_broadcast_axes[cpu-B11S]"),
     ],
     "jax_flash/_workspace.py": [
-        ("statistics of rows are not rounded up to blocks",
+        ("row statistics are not rounded up to whole blocks",
          "return _ceil_div(size, unit) * unit", "return size",
          "test_transforms.py::test_workspace_of_gradients"),
-        ("a library whose workspace this code does not know is accepted",
+        ("a library with an unknown workspace is accepted",
          "if unknown := {", "if unknown := 0 and {",
          "test_ffi.py::test_a_library_with_another_workspace_is_refused"),
     ],
@@ -184,10 +184,10 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("a wide window wraps around",
          "jnp.maximum(offset, _INT32.min + options.window_left) - options", "offset - options",
          "test_masks.py::test_reference[window, widest, smallest offset]"),
-        ("sinks are missing in the sum",
+        ("sinks are missing from the sum",
          "total += jnp.exp(sinks - maximum)", "total += 0 * sinks",
          "test_reference.py::test_options[sinks-float32]"),
-        ("what dropout keeps is not scaled up",
+        ("kept probabilities are not scaled up",
          "probabilities / (1 - options.dropout_rate)", "probabilities",
          "test_dropout.py::test_the_reference_keeps_what_it_should"),
     ],
@@ -207,7 +207,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          "test_dropout.py::test_every_head_of_every_batch_element_has_seeds_of_its_own"),
     ],
     "jax_flash/_ffi.py": [
-        ("a library of a newer FFI is accepted",
+        ("a library built for a newer FFI is accepted",
          "built[1] > runtime[1]", "built[1] < runtime[1]",
          "test_install.py::test_library_of_another_ffi_is_refused"),
         ("GPUs older than all kernels are accepted",
@@ -215,10 +215,10 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          "test_install.py::test_gpu_older_than_the_kernels_is_refused"),
     ],
     "jax_flash/flax.py": [
-        ("dropout in inference",
+        ("dropout is on in inference",
          "dropout_rate = 0.0 if deterministic else dropout_rate", "dropout_rate = dropout_rate",
          "test_flax.py::test_linen_deterministic_dropout[cpu]"),
-        ("a mask of some batch axes is not broadcast to the others",
+        ("a mask with some batch axes is not broadcast to the others",
          "if own != batch:", "if own == batch:",
          "test_flax.py::test_mask_and_bias_of_any_shape[cpu-(2, 3)-(2, 1, 1, 7, 9)]"),
     ],
@@ -241,17 +241,17 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          "test_main.py::test_wrong_results_fail[NaN-bfloat16]"),
     ],
     "jax_flash/_command_line/check.py": [
-        ("the reference's rows begin at 0 in every block",
+        ("the reference's rows start at 0 in every block",
          "starts = rows * jnp.arange(blocks, dtype=jnp.int32)", "starts = 0 * jnp.arange(blocks, dtype=jnp.int32)",
          "test_main.py::test_reference[7-True]"),
     ],
     "jax_flash/_command_line/measure.py": [
-        ("time of all calls for that of one",
+        ("the time of all calls counts as that of one",
          "return (time.perf_counter() - start) / count", "return time.perf_counter() - start",
          "test_main.py::test_time_is_that_of_one_call"),
     ],
     "build_backend.py": [
-        ("a compiler that miscompiles is taken",
+        ("a compiler that miscompiles is accepted",
          "_OLDEST_NVCC = (12, 9, 86)", "_OLDEST_NVCC = (12, 9, 0)",
          "test_install.py::test_nvcc_too_old[12.9.41]"),
         ("the user's C++ compiler is overruled",
@@ -260,7 +260,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     # ---- CUDA, on the host ----------------------------------------------------------------------------------------
     "cpp/compile_kernel.sh": [
-        ("serialised products pass the build",
+        ("serialized products pass the build",
          "C75(08|10|12|14|15|17)", "C75(08|10|14|15|17)",
          "test_install.py::test_serialised_products_fail_the_build"),
     ],
@@ -268,19 +268,19 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("a row misses its last key",
          "clamp(row + highest, -1, kv_length - 1)", "clamp(row + highest - 1, -1, kv_length - 1)",
          "test_cuda_on_host.py::test_masks_and_tiles"),
-        ("the first query of a key has the offset's wrong sign",
+        ("the first query of a key uses the offset with the wrong sign",
          "clamp(first_key - highest, 0, q_length)", "clamp(first_key + highest, 0, q_length)",
          "test_cuda_on_host.py::test_masks_and_tiles"),
         ("the last block of keys is left out",
          "blocks.end = (last_key(last_row) + kBlockN) / kBlockN;", "blocks.end = last_key(last_row) / kBlockN;",
          "test_cuda_on_host.py::test_masks_and_tiles"),
-        ("a block that begins before a row's first key counts as whole",
+        ("a block that begins before a row's first key counts as fully visible",
          "(first_key(row + rows - 1) + kBlockN - 1) / kBlockN", "first_key(row + rows - 1) / kBlockN",
          "test_cuda_on_host.py::test_masks_and_tiles"),
-        ("blocks count as whole beyond the last query",
+        ("blocks count as fully visible beyond the last query",
          "row + rows <= q_length ? (last_key(row) + 1) / kBlockN : 0", "(last_key(row) + 1) / kBlockN",
          "test_cuda_on_host.py::test_masks_and_tiles"),
-        ("only the first row of a tile is asked whether it sees all",
+        ("only the first row decides whether a tile is fully visible",
          "row + rows - 1 + lowest <= key", "row + lowest <= key",
          "test_cuda_on_host.py::test_masks_and_tiles"),
         ("lengths are not clamped",
@@ -294,12 +294,12 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("a tile larger than shared memory",
          "return {64, 32, 4, 4, 2};  // 96 KB; 16 rows", "return {64, 64, 4, 4, 2};  // 96 KB; 16 rows",
          "test_cuda_on_host.py::test_masks_and_tiles"),
-        ("blocks of keys other than those of the lists",
+        ("blocks of keys do not match those of the lists",
          "return {3, 64, 3, 2, 0, true};  // 216 KB", "return {3, 80, 3, 2, 0, true};  // 216 KB",
          "test_cuda_on_host.py::test_masks_and_tiles"),
     ],
     "cuda/kernels.cmake": [
-        ("the kernels of the largest head dim are left out",
+        ("the kernels for the largest head dim are missing",
          "list(REMOVE_ITEM sm80_head_dims 96 192)", "list(REMOVE_ITEM sm80_head_dims 96 192 256)",
          "test_cuda_on_host.py::test_some_kernel_takes_every_head_dim"),
         ("no Hopper kernel for a deterministic dq",
@@ -313,13 +313,13 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          "test_install.py::test_library_exports_only_its_handlers"),
     ],
     "cpp/ffi_call.cc": [
-        ("arrays that are not aligned",
+        ("misaligned arrays are accepted",
          "is_for_cuda() ? 16 : ElementBytes(buffer.element_type());", "ElementBytes(ffi::DataType::PRED);",
          "test_handlers.py::test_alignment_workspace_and_exceptions"),
-        ("surplus arguments",
+        ("extra arguments are accepted",
          "if (next_arg_ == args_.size() && next_result_ == results_.size())", "if (next_result_ == results_.size())",
          "test_ffi.py::test_bad_forward_call[cpu-one argument too many]"),
-        ("an axis that is broadcast has a stride",
+        ("a broadcast dimension has a stride",
          "int64_t elements = got[axis] == 1 ? 0 : 1;", "int64_t elements = 1;",
          "test_forward.py::test_is_close_to_exact[cpu-bias of batch and rows-2]"),
     ],
@@ -327,38 +327,38 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("heads that do not divide",
          "params->num_heads % params->num_kv_heads == 0 : params->num_heads == 0;", "true : params->num_heads == 0;",
          "test_ffi.py::test_bad_forward_call[cpu-heads not a multiple]"),
-        ("a window of -2",
+        ("a window of -2 is accepted",
          "CheckOption(o.window_left >= -1,", "CheckOption(o.window_left >= -2,",
          "test_ffi.py::test_bad_forward_call[cpu-window -2]"),
-        ("dropout of all",
+        ("a dropout rate of 1 is accepted",
          "o.dropout_rate < 1,", "o.dropout_rate <= 1,",
          "test_ffi.py::test_bad_forward_call[cpu-dropout of all]"),
-        ("dropout without seeds",
+        ("dropout without seeds is accepted",
          "if (params->options.dropout_rate > 0 && !params->dropout_seeds) {", "if (false) {",
          "test_ffi.py::test_bad_forward_call[cpu-dropout without seeds]"),
-        ("ids of the queries alone",
+        ("ids of the queries alone are accepted",
          "if (!params->query_segment_ids != !params->key_value_segment_ids) {", "if (false) {",
          "test_ffi.py::test_bad_forward_call[cpu-ids of queries alone]"),
-        ("dlse as if heads came first",
+        ("dlse has heads first",
          'TakeArg("dlse", LseType(dtype), {B, T, N}', 'TakeArg("dlse", LseType(dtype), {B, N, T}',
          "test_ffi.py::test_bad_backward_call[cpu-dlse of another shape]"),
-        ("lse of float64 in float32",
+        ("lse is float32 for float64 inputs",
          "dtype == ffi::DataType::F64 ? ffi::DataType::F64 :", "dtype == ffi::DataType::F64 ? ffi::DataType::F32 :",
          "test_forward.py::test_is_close_to_exact[cpu-full-3]"),
-        ("sums of a bias over a part of the batch that does not divide it",
+        ("bias sums whose batch size does not divide the batch are accepted",
          "return part > 0 ? whole % part == 0 : whole == 0;", "return part > 0 || whole == 0;",
          "test_ffi.py::test_bad_call_for_the_gradient_of_a_bias[cpu-dbias of 3 batch elements]"),
     ],
     "cpp/ffi_workspace.cc": [
-        ("a broadcast axis of a mask has all its bits",
+        ("a mask's broadcast dimension gets full size in the bits",
          "B_mask = mask.batch_stride ? B : 1", "B_mask = B",
          "test_handlers.py::test_alignment_workspace_and_exceptions"),
-        ("dq is summed where there is no room",
+        ("dq is summed without room for the sums",
          "!dq_dims.empty() && dq_dims[1] == 0", "false",
          "test_handlers.py::test_alignment_workspace_and_exceptions"),
     ],
     "cpp/workspace.def": [
-        ("sums of dq where their order is not fixed",
+        ("a deterministic call gets sums of dq",
          "is_backward and is_16_bit and not is_deterministic,", "is_backward and is_16_bit,",
          "test_handlers.py::test_alignment_workspace_and_exceptions"),
     ],
@@ -372,13 +372,13 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("ties of bfloat16 are rounded away from 0",
          "(bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16", "(bits + 0x8000u) >> 16",
          "test_edges.py::test_every_tie_is_rounded_to_even"),
-        ("bfloat16 is cut off",
+        ("bfloat16 is truncated",
          "const uint32_t rounded = (bits + 0x7fffu +", "const uint32_t rounded = (bits + 0 * 0x7fffu +",
          "test_edges.py::test_every_tie_is_rounded_to_even"),
-        ("subnormal numbers of float16 are not rounded to their last place",
+        ("subnormal float16 numbers are rounded to the wrong place",
          "(exponent < 0x38800000u ?", "(exponent < 0x38000000u ?",
          "test_edges.py::test_every_tie_is_rounded_to_even"),
-        ("subnormal numbers of float16 are read as normal ones",
+        ("subnormal float16 numbers are read as normal ones",
          "magnitude < 0x400u ? subnormal : normal;", "magnitude < 0x200u ? subnormal : normal;",
          "test_edges.py::test_every_tie_is_rounded_to_even"),
         ("a NaN becomes another number in float16",
@@ -389,7 +389,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("exp is 0 below e^-17",
          "y = x < C::kMin ?", "y = x < T(-17) ?",
          "test_edges.py::test_exponential_over_its_whole_range"),
-        ("exp loses its fraction where that is denormal",
+        ("exp loses a denormal fraction",
          "(fraction + T(1)) * power;", "fraction * power + power;",
          "test_edges.py::test_exponential_over_its_whole_range"),
         ("the polynomial of exp ends two terms early",
@@ -429,13 +429,13 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          "test_forward.py::test_is_close_to_exact[cpu-lengths beyond both-2]"),
     ],
     "cpp/cpu_tiles.h": [
-        ("the stride of a batch of queries is that of keys",
+        ("queries have the batch stride of keys",
          "data += batch * params.seqlen_q * stride + kv_head", "data += batch * params.seqlen_kv * stride + kv_head",
          "test_forward.py::test_is_close_to_exact[cpu-causal, more queries-2]"),
-        ("the stride of keys is that of queries",
+        ("keys have the row stride of queries",
          "stride(params.num_kv_heads * width)", "stride(params.num_heads * width)",
          "test_forward.py::test_is_close_to_exact[cpu-groups of 2-2]"),
-        ("rows that see nothing of a tile are loaded",
+        ("rows that see no key of a tile are loaded",
          "(!keep || keep[row])", "(!keep || keep[row] || true)",
          "test_poison.py::test_rows_that_see_no_key_do_not_leak"),
     ],
@@ -443,16 +443,16 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("a mask of rows is read along the keys",
          "row[j] &= from[j * mask.key_stride];", "row[j] &= from[j];",
          "test_forward.py::test_is_close_to_exact[cpu-mask of rows-2]"),
-        ("ids of keys at the queries' stride",
+        ("ids of keys are read with the queries' stride",
          "batch_ * params_.seqlen_kv + first_key;", "batch_ * params_.seqlen_q + first_key;",
          "test_forward.py::test_is_close_to_exact[cpu-segments of queries and keys-2]"),
         ("slopes have the wrong sign",
          "to[j] = -slope * Distance(", "to[j] = slope * Distance(",
          "test_forward.py::test_is_close_to_exact[cpu-alibi-2]"),
-        ("slopes do not know the offset",
+        ("slopes ignore the offset",
          "At(row).query + offset - key", "At(row).query + 0 * offset - key",
          "test_forward.py::test_is_close_to_exact[cpu-alibi, causal, offset-2]"),
-        ("heads share the first one's bias",
+        ("all heads use the first one's bias",
          "head * array.head_stride", "0 * head * array.head_stride",
          "test_forward.py::test_is_close_to_exact[cpu-bias-2]"),
         ("a bias in bfloat16 is read as float16",
@@ -461,10 +461,10 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("the words of a seed are swapped",
          "{seeds[0], seeds[1]}, seeds[2]", "{seeds[1], seeds[0]}, seeds[2]",
          "test_dropout.py::test_kernels_keep_what_they_should[cpu-(77, 50, 24)-float32-0.5]"),
-        ("rows of dropout are paired otherwise",
+        ("dropout pairs the wrong rows",
          "bits.decision(query % 16 / 8,", "bits.decision(query % 8 / 4,",
          "test_dropout.py::test_kernels_keep_what_they_should[cpu-(77, 50, 24)-float32-0.5]"),
-        ("what dropout keeps is not scaled up",
+        ("kept probabilities are not scaled up",
          "T(1 / (1 - params_.options.dropout_rate))", "T(1)",
          "test_dropout.py::test_kernels_keep_what_they_should[cpu-(77, 50, 24)-float32-0.5]"),
     ],
@@ -477,33 +477,33 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          "test_dropout.py::test_kernels_keep_what_they_should[cpu-(77, 50, 24)-float32-0.5]"),
     ],
     "cpp/cpu_forward.h": [
-        ("sinks are missing in lse",
+        ("sinks are missing from lse",
          "scratch.max[row] == -infinity ? 0 : 1;", "0;",
          "test_forward.py::test_is_close_to_exact[cpu-sinks-2]"),
         ("every batch element has the first one's sinks",
          "sinks[batch * params.num_heads + head]", "sinks[head]",
          "test_sinks.py::test_vmap_over_sinks[cpu]"),
-        ("out keeps the scale of an older maximum",
+        ("out is not rescaled to the new maximum",
          "if (scratch.rescale[row] == 1) continue;", "continue;",
          "test_forward.py::test_is_close_to_exact[cpu-blocks-2]"),
         ("the bias is scaled, too",
          "x = scale * x + bias[key];", "x = scale * (x + bias[key]);",
          "test_forward.py::test_is_close_to_exact[cpu-bias-2]"),
-        ("dropout without its normaliser",
+        ("dropout without its factor",
          "pairs.kept_factor() / scratch.sum[row]", "T(1) / scratch.sum[row]",
          "test_forward.py::test_is_close_to_exact[cpu-dropout-2]"),
         ("a tile before the window needs no mask",
          "const bool masked = last_keys.first > tile || first_keys.end < tile_end;",
          "const bool masked = first_keys.end < tile_end;",
          "test_masks.py::test_many_tiles[cpu-window-float32]"),
-        ("a row with a sink and no key is not 0",
+        ("a fully masked row with a sink is not 0",
          "!scratch.seeing[row] ||", "",
          "test_sinks.py::test_what_other_rows_see_does_not_leak_into_a_row_without_keys[cpu]"),
-        ("work items of one key head only",
+        ("only one key head has work items",
          "const int64_t items = params.batch * params.num_kv_heads * blocks;",
          "const int64_t items = params.batch * blocks;",
          "test_forward.py::test_is_close_to_exact[cpu-full-2]"),
-        ("the lengths of the first batch element for all",
+        ("all batch elements have the first one's lengths",
          "const Mask mask(params, batch);", "const Mask mask(params, 0);",
          "test_forward.py::test_is_close_to_exact[cpu-lengths of keys-2]"),
     ],
@@ -511,19 +511,19 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("dlse has the wrong sign",
          "delta -= static_cast<const T*>(params.dlse)[row];", "delta += static_cast<const T*>(params.dlse)[row];",
          "test_backward.py::test_is_close_to_exact[cpu-full-2]"),
-        ("the derivative of the cap",
+        ("the soft cap's derivative is wrong",
          "gradient *= T(1) - tanh * tanh;", "gradient *= T(1) - tanh;",
          "test_backward.py::test_is_close_to_exact[cpu-soft cap-2]"),
-        ("dq without the scale",
+        ("dq lacks the scale",
          "to[column] += scale * from[column];", "to[column] += from[column];",
          "test_backward.py::test_is_close_to_exact[cpu-scale-2]"),
-        ("dk without the scale",
+        ("dk lacks the scale",
          "scratch.dk + key * width, scale, head_dim);", "scratch.dk + key * width, T(1), head_dim);",
          "test_backward.py::test_is_close_to_exact[cpu-scale-2]"),
-        ("what dropout keeps is not scaled up in ds",
+        ("kept probabilities are not scaled up in ds",
          "kept[key] ? ds[key] * pairs.kept_factor() : T(0);", "kept[key] ? ds[key] : T(0);",
          "test_backward.py::test_is_close_to_exact[cpu-dropout-2]"),
-        ("dropout drops nothing of dv",
+        ("dv ignores dropout",
          "kept[key] ? p[key] * pairs.kept_factor() : T(0);", "p[key];",
          "test_backward.py::test_is_close_to_exact[cpu-dropout-2]"),
         ("a row whose logits are all -inf has probabilities",
@@ -533,15 +533,15 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          "std::clamp<int64_t>(seen.end - tile, scratch.first[row], keys)",
          "std::clamp<int64_t>(seen.end - tile + 1, scratch.first[row], keys)",
          "test_masks.py::test_every_option[cpu-causal-float32]"),
-        ("all key heads take the lse of the first one's group",
+        ("all key heads use the lse of the first one's group",
          "const GroupRows lse(static_cast<const T*>(params.lse), params, batch, kv_head, 1);",
          "const GroupRows lse(static_cast<const T*>(params.lse), params, batch, 0, 1);",
          "test_backward.py::test_is_close_to_exact[cpu-full-2]"),
-        ("dq is added to after the tile before alone",
+        ("dq waits only for the previous tile",
          "for (int64_t before = first_unfinished; before < tile; ++before) {",
          "for (int64_t before = std::max(first_unfinished, tile - 1); before < tile; ++before) {",
          "test_edges.py::test_hidden_tiles_do_not_change_the_order"),
-        ("dq is added to without waiting for the tile before",
+        ("dq does not wait for earlier tiles",
          "(std::memory_order_acquire)) <= block)", "(std::memory_order_acquire)) < 0)",
          "test_edges.py::test_hidden_tiles_do_not_change_the_order"),
     ],
@@ -549,10 +549,10 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("the gradient of slopes has the wrong sign",
          "params.alibi_slopes ? -pairs.Distance(", "params.alibi_slopes ? pairs.Distance(",
          "test_backward.py::test_is_close_to_exact[cpu-alibi-2]"),
-        ("heads of a group read other keys",
+        ("heads of a group read the wrong keys",
          "kv_head = head / group;", "kv_head = head % params.num_kv_heads;",
          "test_backward.py::test_is_close_to_exact[cpu-bias-2]"),
-        ("one batch element's gradient instead of the sum",
+        ("one batch element's gradient replaces the sum",
          "b < (batch + 1) * batches_a_sum;", "b < batch * batches_a_sum + 1;",
          "test_bias.py::test_gradient_is_summed_over_broadcast_axes[cpu-1NTS]"),
         ("sums of blocks stop a row early",
@@ -570,12 +570,12 @@ FAULTS = [
 
 
 def places(fault: Fault) -> int:
-    """How often the text stands in the file of this checkout."""
+    """How often the text occurs in its file in this checkout."""
     return (ROOT / fault.file).read_text().count(fault.text)
 
 
 def table() -> str:
-    """What stands in docs/testing.md."""
+    """The table of docs/testing.md."""
     groups: dict[tuple[str, str], list[str]] = {}
     for fault in FAULTS:
         found_by = ", ".join(dict.fromkeys(f"`{test.split('::')[0]}`" for test in fault.tests))
@@ -586,7 +586,7 @@ def table() -> str:
 
 # ---- The copy -------------------------------------------------------------------------------------------------
 
-# Of the CPU kernels' units, which are alike, one is enough: that of every machine. These hold nothing in the copy.
+# The units of the CPU kernels are alike, so the copy compiles only the baseline; these replace the others.
 _OTHER_SETS = {
     pathlib.Path(f"cpp/cpu_{name.lower()}.cc"): (
         '#include "cpu_kernels.h"\n#if defined(__x86_64__)\n'
@@ -598,19 +598,19 @@ CHECKOUT, LIBRARY, SITE = FOLDER / "checkout", FOLDER / "library", FOLDER / "sit
 
 
 def _environment(*paths: pathlib.Path) -> dict[str, str]:
-    """Where programs, the package and its library are looked for; JAX without a GPU."""
+    """The environment of a child process: where it finds programs, package and library; JAX without a GPU."""
     return os.environ | {
         "PATH": os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "PYTHONSAFEPATH": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",  # a file that changes twice in a second would be taken for unchanged
+        "PYTHONDONTWRITEBYTECODE": "1",  # bytecode of a file that changes twice in a second would be stale
         "JAX_PLATFORMS": "cpu",
         "JAX_FLASH_INSTRUCTION_SET": "baseline",
     }
 
 
 def _copy_checkout() -> None:
-    """Makes the copy what the checkout is; files that are alike keep their time, and what is made of them stays."""
+    """Updates the copy. Unchanged files keep their times, so that they are not compiled again."""
 
     def files(root: pathlib.Path) -> set[pathlib.Path]:
         found = set()
@@ -630,7 +630,7 @@ def _copy_checkout() -> None:
 
 
 def _make_site() -> None:
-    """A folder in which the package counts as installed; the Python files are the copy's, which comes first."""
+    """Makes a folder with the package's metadata and library; the Python files come from the copy."""
     installed = importlib.metadata.distribution("jax_flash")
     (metadata,) = [file.parent for file in installed.files or () if file.name == "METADATA"]
     shutil.copytree(installed.locate_file(metadata), SITE / metadata, dirs_exist_ok=True)
@@ -640,7 +640,7 @@ def _make_site() -> None:
 def _run(
     command: list[object], environment: dict[str, str], limit: float | None = None
 ) -> tuple[int | None, str]:
-    """The exit status, None where time ran out, and what was printed."""
+    """The exit status, or None after a timeout, and the output."""
     try:
         done = subprocess.run(
             [str(part) for part in command], cwd=CHECKOUT, env=environment, timeout=limit, text=True,
@@ -654,7 +654,7 @@ def _run(
 def _configure() -> None:
     import jax
 
-    # Compiled in half the time of -O3; the tests of one fault are few.
+    # -O1 compiles in half the time of -O3, and each fault has few tests.
     command = [
         "cmake",
         "-S",
@@ -674,10 +674,10 @@ def _configure() -> None:
 
 
 def _build() -> tuple[bool, str]:
-    """Compiles what has changed, and installs it."""
+    """Compiles what has changed and installs it."""
     status, printed = _run(["cmake", "--build", LIBRARY, "--parallel"], _environment())
     if status == 0:
-        # Another file, not other bytes in it: what a process has loaded stays as it is.
+        # A new file, not new bytes in the old one, which a process may have loaded.
         new = SITE / "jax_flash" / "new"
         shutil.copyfile(LIBRARY / "libjax_flash.so", new)
         new.rename(SITE / "jax_flash" / "libjax_flash.so")
@@ -690,7 +690,7 @@ def _build() -> tuple[bool, str]:
 def _pytest(
     tests: Iterable[str], compiled: bool, *options: str, limit: float | None = None
 ) -> tuple[int | None, str]:
-    """Runs tests of the copy, with the library that is compiled here or with the one that is installed."""
+    """Runs tests of the copy, with the library compiled here or the installed one."""
     paths = (CHECKOUT, SITE) if compiled else (CHECKOUT,)
     nodes = [f"tests/{test}" for test in tests]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *nodes]
@@ -698,7 +698,7 @@ def _pytest(
 
 
 def _passing(tests: Iterable[str], compiled: bool) -> set[str]:
-    """Those of which some case passes and none fails."""
+    """The tests with a passing case; a failing test ends the program."""
     tests = list(dict.fromkeys(tests))
     report = FOLDER / "report.xml"
     report.unlink(missing_ok=True)
@@ -706,7 +706,7 @@ def _passing(tests: Iterable[str], compiled: bool) -> set[str]:
     if status != 0 and not compiled and "native library was not built from the sources" in printed:
         return set()
     if status != 0:
-        sys.exit(f"{printed}\nThese tests fail without any fault, or are not there.")
+        sys.exit(f"{printed}\nThese tests fail without a fault, or do not exist.")
     outcomes: dict[str, set[str]] = {}
     for case in ET.parse(report).iter("testcase") if tests else ():
         outcome = "skipped" if case.find("skipped") is not None else "passed"
@@ -717,12 +717,12 @@ def _passing(tests: Iterable[str], compiled: bool) -> set[str]:
 
 
 def _is_compiled(fault: Fault) -> bool:
-    """Is it in a file that the library without CUDA is made of?"""
+    """Whether the fault is in a source of the library without CUDA."""
     return fault.file.startswith("cpp/") and not fault.file.endswith(".sh")
 
 
 def _plant(fault: Fault, compiled: bool) -> str:
-    """What catches it; empty if nothing does."""
+    """Plants a fault and returns what catches it; empty if nothing does."""
     path = CHECKOUT / fault.file
     right = path.read_text()
     try:
@@ -751,7 +751,7 @@ def _plant(fault: Fault, compiled: bool) -> str:
 
 
 def main() -> int:
-    """Plants the faults that are asked for; returns how many were missed."""
+    """Plants the selected faults and returns the number of missed ones."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -770,12 +770,12 @@ def main() -> int:
             )
         return 0
     wrong = [
-        f"{fault.name}: its text stands {places(fault)} times in {fault.file}"
+        f"{fault.name}: its text occurs {places(fault)} times in {fault.file}"
         for fault in faults
         if places(fault) != 1
     ]
     if wrong or not faults:
-        sys.exit("\n".join(wrong) or "There is no such fault.")
+        sys.exit("\n".join(wrong) or "No fault matches.")
 
     start = time.monotonic()
     CHECKOUT.mkdir(parents=True, exist_ok=True)
@@ -786,19 +786,19 @@ def main() -> int:
     if not built:
         sys.exit(printed)
     print(f"{time.monotonic() - start:.0f} s: the library is built; tests without a fault", flush=True)
-    # What needs CUDA's registrations is skipped with the compiled library, and not with one that has them.
+    # Tests that need CUDA's registrations are skipped with the compiled library, but not with an installed CUDA one.
     tests = [test for fault in faults for test in fault.tests]
     with_compiled = _passing(tests, compiled=True)
     with_installed = _passing(set(tests) - with_compiled, compiled=False)
     print(f"{time.monotonic() - start:.0f} s: they pass\n", flush=True)
 
     missed, skipped, done = 0, 0, 0
-    for fault in sorted(faults, key=_is_compiled):  # those that need the library as it is come first
+    for fault in sorted(faults, key=_is_compiled):  # those that need no compilation come first
         began = time.monotonic()
         compiled = _is_compiled(fault) or set(fault.tests) <= with_compiled
         if not set(fault.tests) <= (with_compiled if compiled else with_installed):
             verdict, skipped = (
-                "not run: its tests need an installed library with CUDA, of these sources",
+                "not run: its tests need a library with CUDA installed from these sources",
                 skipped + 1,
             )
         else:
@@ -806,7 +806,7 @@ def main() -> int:
             missed += not verdict
         seconds = time.monotonic() - began
         print(f"{seconds:4.0f} s  {fault.file:26} {fault.name:66} {verdict or 'MISSED'}", flush=True)
-    (SITE / "jax_flash" / "libjax_flash.so").unlink()  # the one with the last fault
+    (SITE / "jax_flash" / "libjax_flash.so").unlink()  # it contains the last fault
     print(f"\n{done - missed} of {done} caught in {(time.monotonic() - start) / 60:.0f} minutes", end="")
     print(f"; {skipped} not run" if skipped else "")
     return missed

@@ -60,7 +60,7 @@ def set_local_gpus(monkeypatch, *capabilities: str) -> None:
     ],
 )
 def test_room_for_sums_of_dq(capabilities, head_dim, head_dim_v, dtype, sums, monkeypatch):
-    """There is none if a Hopper kernel that leaves dq to another kernel is certain to run."""
+    """There is none if the kernels certain to run are Hopper's that leave dq to a separate kernel."""
     set_local_gpus(monkeypatch, *capabilities)
     kernels = [f"backward sm90 {x} {size}" for x in ("bfloat16", "float16") for size in (64, 128, 256)]
     kernels += ["forward sm90 bfloat16 256", "backward sm80 float32 256", "backward_dq sm90 bfloat16 256"]

@@ -1,4 +1,4 @@
-"""The custom calls themselves: a program that calls them wrongly gets an error, and the process lives on."""
+"""The custom calls: a program that calls them wrongly gets an error, and the process survives."""
 
 import harness
 import jax
@@ -43,7 +43,7 @@ DTYPES = {"query_ids": I32, "key_ids": I32, "mask": BOOL, "seeds": U32}
 
 
 def call(target: str, platform: str, *, replace=None, extra=(), drop=0, drop_results=0, **options):
-    """Call a target with arrays of zeros; `replace` gives other shapes or dtypes by name."""
+    """Call a target with arrays of zeros; `replace` changes shapes or dtypes by name."""
     args, results = {
         "jax_flash_forward": FORWARD,
         "jax_flash_backward": BACKWARD,
@@ -64,7 +64,7 @@ def call(target: str, platform: str, *, replace=None, extra=(), drop=0, drop_res
 
 
 def operand(name: str, names: str, shape=None, dtype=None) -> dict:
-    """A call with one operand, of a wrong type."""
+    """A call with one operand of a wrong type."""
     return dict(
         extra=[name],
         operands=names,
@@ -73,7 +73,7 @@ def operand(name: str, names: str, shape=None, dtype=None) -> dict:
 
 
 LENGTHS = dict(extra=["lengths"], operands="key_value_seq_lengths")
-# Calls of the forward target, and what the error says.
+# Bad calls of the forward target and their error messages.
 BAD_FORWARD = {
     "q of rank 3": (dict(replace={"q": ((4, 6, 8), F32)}), "q must have 4 axes"),
     "k of rank 5": (dict(replace={"k": ((1, 2, 5, 3, 8), F32)}), "k must have 4 axes"),

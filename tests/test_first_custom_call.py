@@ -1,4 +1,4 @@
-"""examples/first_custom_call: what a reader does with a copy of the folder."""
+"""examples/first_custom_call: the steps of a reader who copies the folder."""
 
 import os
 import pathlib
@@ -14,7 +14,7 @@ EXAMPLE = ROOT / "examples" / "first_custom_call"
 
 
 def test_a_copy_installs_and_passes_its_tests(tmp_path):
-    """Of the repository it needs nothing. What builds it comes with the extra `test`, so there is no download."""
+    """The copy needs nothing else of the repository. The extra `test` has its build tools: no download."""
     copy, site = tmp_path / "copy", tmp_path / "site"
     shutil.copytree(EXAMPLE, copy)
     install = [
@@ -28,7 +28,7 @@ def test_a_copy_installs_and_passes_its_tests(tmp_path):
         site,
         copy,
     ]
-    # PTX for all GPUs from 8.0 on compiles faster than the default, machine code for each.
+    # PTX for all GPUs from 8.0 on compiles faster than the default, machine code for each GPU.
     install.append("--config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=80")
     subprocess.run(install, check=True)
 
@@ -49,7 +49,7 @@ def test_a_copy_installs_and_passes_its_tests(tmp_path):
     reason="makes a virtual environment from the package index: set JAX_FLASH_TEST_INSTALL=1 for it",
 )
 def test_commands_of_the_notebook(tmp_path):
-    """From a copy of the example to a package of one's own, as docs/notebooks/first_kernel.md says."""
+    """From a copy of the example to a new package, with the commands of docs/notebooks/first_kernel.md."""
     notebook = (ROOT / "docs" / "notebooks" / "first_kernel.md").read_text()
     [commands] = re.findall(r"^```bash\n(.*?)^```$", notebook, re.DOTALL | re.MULTILINE)
     assert "~/my_kernels" in commands

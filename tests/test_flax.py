@@ -1,4 +1,4 @@
-"""The adapter inside real flax layers: what flax's own attention computes, faster."""
+"""The adapter in real flax layers gives the same results as flax's own attention."""
 
 import functools
 import inspect
@@ -23,7 +23,7 @@ CAUSAL = np.tril(np.ones((1, 1, 7, 7), bool))
 TOKENS = np.array([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 0, 0, 0, 0]])  # 0 is padding
 RANDOM = np.random.default_rng(2).random((2, 4, 7, 7)) < 0.5
 
-# Masks of X as a layer is called with them, made by linen's or nnx's own helpers. Each query sees some key.
+# Masks for X as layers take them, made by linen's or nnx's helpers. Each query sees some key.
 MASKS = {
     "causal": lambda flax: flax.make_causal_mask(TOKENS),
     "padding": lambda flax: flax.make_attention_mask(np.ones_like(TOKENS), TOKENS > 0, dtype=jnp.bfloat16),
@@ -42,13 +42,13 @@ def assert_trees_close(got, want) -> None:
 
 
 def with_bias(fn, bias):
-    """Flax's layers pass no bias, so a partial does."""
+    """Flax's layers pass no bias; a partial does."""
     return functools.partial(fn, bias=bias)
 
 
 @pytest.fixture(autouse=True)
 def exact_products():
-    """Layers multiply by their weights, too: at full precision on a GPU as well."""
+    """Runs the layers' own products in full precision, on a GPU, too."""
     with jax.default_matmul_precision("highest"):
         yield
 
@@ -63,7 +63,7 @@ def linen_layer(fn=None, **options) -> linen.Module:
 
 
 def linen_results(layer: linen.Module, *inputs, rows=1, **call):
-    """Output, and gradients with respect to parameters and inputs, of the rows that count."""
+    """The output of the rows that count, and gradients with respect to parameters and inputs."""
     params = linen_layer().init(jax.random.key(0), *inputs)
 
     def loss(params, inputs):
@@ -95,7 +95,7 @@ def test_linen_bfloat16(platform):
 
 
 def test_linen_deterministic_dropout(platform):
-    """A layer with dropout that is off for inference."""
+    """A layer whose dropout is off for inference."""
     layer = linen_layer(attention_fn, dropout_rate=0.5)
     assert_trees_close(linen_results(layer, X, deterministic=True), linen_results(linen_layer(), X))
 
@@ -115,7 +115,7 @@ def test_linen_mask_of_other_lengths(platform):
 
 
 def test_linen_padding_of_queries(platform):
-    """Padding that sees nothing is 0 here and the mean of the values in flax: a loss has to leave it out."""
+    """Fully masked padding gives 0 here and the mean of the values in flax, so a loss must ignore it."""
     mask = linen.combine_masks(
         linen.make_attention_mask(TOKENS > 0, TOKENS > 0), linen.make_causal_mask(TOKENS)
     )
@@ -146,7 +146,7 @@ def test_linen_without_batch(platform):
 
 @pytest.mark.parametrize("mask", [None, MASKS["of keys"](linen)], ids=["no mask", "mask"])
 def test_linen_decoding(mask, platform):
-    """One position at a time, on a cache: flax's own outputs, which are those of a causal layer."""
+    """One position at a time, with a cache: the outputs of flax, which equal those of a causal layer."""
 
     def outputs(fn=None):
         layer = linen_layer(fn, decode=True)
@@ -177,7 +177,7 @@ def test_linen_decoding_refuses_is_causal(platform):
 
 
 def test_linen_dropout(platform):
-    """It is off and on as in flax, and the key that flax makes decides."""
+    """Dropout is on and off as in flax, and flax's key decides which pairs are dropped."""
     params = linen_layer().init(jax.random.key(0), X)
     layer = linen_layer(attention_fn, dropout_rate=0.5)
 
@@ -193,7 +193,7 @@ def test_linen_dropout(platform):
 
 
 def test_linen_dropout_gradients(platform):
-    """Those of the function that has the same pairs dropped: with one key, the output is smooth."""
+    """With one key the same pairs are dropped, so the output is smooth and its gradients can be checked."""
     params = linen_layer().init(jax.random.key(0), X)
     layer = linen_layer(attention_fn, dropout_rate=0.3, deterministic=False)
 
@@ -216,7 +216,7 @@ def nnx_layer(fn=None, **options) -> nnx.Module:
 
 
 def nnx_results(layer: nnx.Module, *inputs, rows=1, **call):
-    """Output, and gradients with respect to parameters and inputs, of the rows that count."""
+    """The output of the rows that count, and gradients with respect to parameters and inputs."""
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
 
     def loss(params, inputs):
@@ -304,7 +304,7 @@ def test_nnx_groups_of_heads(platform):
 
 
 def test_nnx_batch_axes(platform):
-    """Flax's own attention takes a mask of all batch axes only."""
+    """Flax's own attention requires a mask with all batch axes."""
     x = np.random.default_rng(3).standard_normal((2, 3, 7, 12)).astype(np.float32)
     mask = np.random.default_rng(4).random((1, 3, 1, 7, 7)) < 0.5
     mask[..., 0] = True
@@ -328,7 +328,7 @@ def test_nnx_decoding(mask, platform):
 
 
 def test_nnx_dropout(platform):
-    """It is off and on as in flax, and the layer's own stream of keys decides."""
+    """Dropout is on and off as in flax, and the layer's own stream of keys decides."""
 
     def layer(fn=attention_fn, **options):
         return nnx_layer(fn, dropout_rate=0.5, **options)
@@ -385,7 +385,7 @@ def qkv(batch=(2,), seqlen_q=7, seqlen_kv=9, dtype=np.float32) -> list[np.ndarra
     ids=str,
 )
 def test_mask_and_bias_of_any_shape(batch, shape, platform):
-    """They have all axes, some of them with size 1, or fewer; and the bias has a gradient of its own shape."""
+    """They may have broadcast dimensions or fewer axes; the gradient of the bias has the bias's shape."""
     rng = np.random.default_rng(6)
     mask, bias = rng.random(shape) < 0.7, rng.standard_normal(shape).astype(np.float32)
     mask[..., 0] = True
@@ -428,7 +428,7 @@ def test_a_row_that_sees_nothing_is_0(platform):
 
 @pytest.mark.parametrize("broadcast_dropout", [True, False])
 def test_dropout_keeps_the_right_fraction(broadcast_dropout, platform):
-    """With logits of 0 and one-hot values the output shows which weights were kept, and what they became."""
+    """With logits of 0 and one-hot values, the output shows which weights were kept and their scale."""
     size, rate = 64, 0.25
     zeros = jnp.zeros((2, size, 4, 8))
     one_hot = jnp.broadcast_to(jnp.eye(size)[:, None], (2, size, 4, size))
@@ -444,11 +444,11 @@ def test_dropout_keeps_the_right_fraction(broadcast_dropout, platform):
     np.testing.assert_allclose(np.asarray(got)[kept], 1 / size / (1 - rate), rtol=1e-4)
     deviation = np.sqrt(rate * (1 - rate))
     assert abs(kept.mean() - (1 - rate)) < 5 * deviation / np.sqrt(kept.size)
-    # Each batch element and head has a pattern of its own, whatever broadcast_dropout is.
+    # Every batch element and head has its own pattern, whatever broadcast_dropout is.
     patterns = np.moveaxis(kept, 2, 1).reshape(8, -1)
     agreement = np.mean(patterns[:, None] == patterns, axis=-1)[np.triu_indices(8, 1)]
     np.testing.assert_allclose(agreement, (1 - rate) ** 2 + rate**2, atol=0.05)
-    raw = weights(jax.random.PRNGKey(7))  # as older code passes it
+    raw = weights(jax.random.PRNGKey(7))  # a raw key, as older code passes it
     np.testing.assert_array_equal(raw, got)
 
 
@@ -478,7 +478,7 @@ def test_names_the_shape_that_was_passed(name, shape):
 
 @pytest.mark.parametrize("fn", [linen.dot_product_attention, nnx.dot_product_attention])
 def test_names_every_parameter_that_flax_may_pass(fn):
-    """Linen drops what the signature does not name, the mask too."""
+    """Linen silently drops arguments that the signature does not name, even the mask."""
     ours = inspect.signature(attention_fn).parameters
     assert all(p.kind is not p.VAR_KEYWORD for p in ours.values())
     needed = {"query", "key", "value", "bias", "mask", "dropout_rng", "dropout_rate", "broadcast_dropout"}
@@ -487,7 +487,7 @@ def test_names_every_parameter_that_flax_may_pass(fn):
 
 
 def test_refuses_to_record_the_weights():
-    """sow_weights asks for the probabilities, which are never written."""
+    """sow_weights needs the probabilities, which are never materialized."""
     with pytest.raises(NotImplementedError, match=r"module|sow"):
         nnx_layer(attention_fn)(X, sow_weights=True)
 
@@ -500,7 +500,7 @@ def test_refuses_other_products(name):
 
 
 def test_refuses_positions():
-    """Of newer layers of nnx, for a position embedding."""
+    """Newer nnx layers may pass positions for a position embedding."""
     with pytest.raises(NotImplementedError, match="input_positions"):
         attention_fn(*qkv(), input_positions=np.arange(7))
 
@@ -516,7 +516,7 @@ def test_refuses_positions():
     ids=str,
 )
 def test_batch_axes_that_differ_are_refused(query, key):
-    """Also where their product is the same, and each batch element would meet another's keys."""
+    """Even if their product is the same, since batch elements would then see keys of others."""
     q, k = np.zeros(query, np.float32), np.zeros(key, np.float32)
     with pytest.raises(ValueError, match="key must have query's batch axes") as error:
         attention_fn(q, k, k)

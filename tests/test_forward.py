@@ -1,4 +1,4 @@
-"""The forward pass against the exact result, over the table of cases."""
+"""The forward pass against exact results, over the table of cases."""
 
 import harness
 import jax

@@ -1,4 +1,4 @@
-"""Numerical gradient checks over the options, and the proof that they catch a fault."""
+"""Numerical gradient checks over the options, and planted faults that the checks must find."""
 
 import functools
 
@@ -48,14 +48,14 @@ def arrays(dtype, heads=(4, 2, 4, 3)) -> tuple[np.ndarray, ...]:
 
 
 def attention_and_lse(q, k, v, **options):
-    """Both results; -inf, which has no gradient, as 0."""
+    """Both results, with 0 for -inf, which has no gradient."""
     out, lse = jax_flash.flash_attention(q, k, v, return_residual=True, precision="highest", **options)
     return out, jnp.where(jnp.isinf(lse), 0.0, lse)
 
 
 def check(f, dtype: str, *args) -> None:
     with harness.x64(dtype):
-        # In float32 a smaller step than this loses to rounding, a larger one to the third derivative.
+        # In float32 a smaller step suffers from rounding, a larger one from the third derivative.
         eps = 2e-3 if dtype == "float32" else None
         check_grads(jax.jit(f), args, order=1, modes=["rev"], eps=eps)
 
@@ -116,7 +116,7 @@ ARRAYS = {
     "segment ids, dropout": dict(segment_ids=IDS, **DROPOUT),
     "mask, soft cap, sinks": dict(mask=MASK, logits_soft_cap=1.5, sinks=SINKS),
 }
-# Beside a bias.
+# Options to combine with a bias.
 WITH_BIAS = {
     "alone": {},
     "soft cap": dict(logits_soft_cap=1.5),
@@ -127,7 +127,7 @@ WITH_BIAS = {
     "all": dict(OPTIONS["everything"], mask=MASK, segment_ids=IDS, sinks=SINKS, **DROPOUT),
 }
 
-# JAX differentiates the reference: there a few stand for all.
+# JAX differentiates the reference, so a few cases suffice for it.
 BESIDE_BIAS = [
     *(pytest.param(name, None, id=f"fused-{name}") for name in WITH_BIAS),
     *(pytest.param(name, "xla", id=f"xla-{name}") for name in ("alone", "all")),
@@ -146,7 +146,7 @@ def test_arrays(name, implementation, platform):
 
 
 def check_bias(bias, make, platform, **options) -> None:
-    """The gradients of what a bias is made of, and of the arrays beside it."""
+    """The gradients of a bias or its slopes, and of the other arrays."""
     for dtype in dtypes_of(platform):
         check(
             lambda x, *args: attention_and_lse(*args, bias=make(x), **options),
@@ -190,7 +190,7 @@ def test_gradient_of_sinks(implementation, name, platform):
 
 @pytest.fixture
 def plant(monkeypatch):
-    """Replaces a function of the primitives, for programs that are traced meanwhile and for no others."""
+    """Replaces a function of the primitives for programs traced within the context, and no others."""
     jax.clear_caches()
     yield functools.partial(monkeypatch.setattr, _primitives)
     jax.clear_caches()
@@ -207,7 +207,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 def test_planted_fault_is_caught(fault, platform, plant):
-    """The checks above are worth something: with a fault in the backward pass they fail."""
+    """With a fault in the backward pass, the checks above fail."""
     backward = _primitives.backward
     plant("backward", lambda *args: fault(*backward(*args)))
     for dtype in dtypes_of(platform):

@@ -1,4 +1,4 @@
-"""The handlers' own code, in C++: the paths that no call from Python can reach."""
+"""The handlers' C++ code: paths that no call from Python can reach."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""What pip installs, and how the build finds its compiler."""
+"""What pip installs and how the build finds its compilers."""
 
 import importlib.metadata
 import importlib.util
@@ -23,7 +23,7 @@ from jax_flash import _ffi
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-# For the tests that compile: they take minutes, and the package index.
+# For tests that compile, which take minutes and need the package index.
 compiles = pytest.mark.skipif(
     not os.environ.get("JAX_FLASH_TEST_INSTALL"),
     reason="compiles the package again, which takes minutes: set JAX_FLASH_TEST_INSTALL=1 for it",
@@ -32,7 +32,7 @@ compiles = pytest.mark.skipif(
 
 @pytest.fixture
 def backend(monkeypatch, tmp_path):
-    """The build backend, on a machine without any nvcc of its own and with an empty build folder."""
+    """The build backend on a machine without nvcc and with an empty build folder."""
     monkeypatch.chdir(tmp_path)
     for name in ("CUDACXX", "CUDA_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -92,7 +92,7 @@ def test_build_info():
     ids=["same", "newer minor", "older minor", "another major", "unknown"],
 )
 def test_library_of_another_ffi_is_refused(runtime, is_accepted, monkeypatch):
-    """Relative to that of the library: a jaxlib runs what was built for an older minor version of its own."""
+    """A jaxlib runs libraries built for its own or an older minor version of the FFI."""
     major, minor = map(int, jax_flash.build_info()["ffi_version"].split("."))
     version = None if runtime is None else (major + runtime[0], minor + runtime[1])
     monkeypatch.setattr(_ffi, "_runtime_ffi_version", lambda: version)
@@ -108,7 +108,7 @@ def test_gpu_older_than_the_kernels_is_refused(monkeypatch):
     gpus = []
     monkeypatch.setattr(_ffi, "local_gpus", lambda: gpus)
     oldest = min(int(arch) for arch in jax_flash.build_info()["archs"].split(";"))
-    for capability in (oldest, oldest + 40):  # a newer one compiles the PTX
+    for capability in (oldest, oldest + 40):  # a newer GPU compiles the PTX
         gpus[:] = [types.SimpleNamespace(device_kind="a GPU", compute_capability=str(capability / 10))]
         _ffi.check_gpu_kernels()
     gpus.append(types.SimpleNamespace(device_kind="an old GPU", compute_capability="7.5"))
@@ -117,7 +117,7 @@ def test_gpu_older_than_the_kernels_is_refused(monkeypatch):
 
 
 def test_wheel_size():
-    assert len(zlib.compress(LIBRARY.read_bytes())) < 30e6  # the Python files are nothing beside it
+    assert len(zlib.compress(LIBRARY.read_bytes())) < 30e6  # the Python files are small beside it
 
 
 def test_installed_files():
@@ -164,7 +164,7 @@ def test_nvcc_of_environment(backend, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("version", ["11.8.89", "12.8.61", "12.8.93", "12.9.41"])
 def test_nvcc_too_old(backend, tmp_path, capsys, version):
-    """NVIDIA's wheels are asked for instead."""
+    """The build requests NVIDIA's wheels instead."""
     nvcc = write_nvcc(tmp_path / "bin" / "nvcc", version)
     requirements = backend._requirements({})
     assert requirements[1:] == [f"{package}==13.0.*" for package in backend._CUDA_PACKAGES]
@@ -206,7 +206,7 @@ def test_headers_given(backend):
 
 @compiles
 def test_compiler_from_package_index(tmp_path):
-    """A build without a CUDA toolkit uses the wheels' compiler, also where this machine has a toolkit."""
+    """A build with JAX_FLASH_CUDA=PYPI uses the wheels' compiler, even if this machine has a toolkit."""
     source = tmp_path / "source"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns("build", ".*"))
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, source]
@@ -217,7 +217,7 @@ def test_compiler_from_package_index(tmp_path):
     [wheel] = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
-    # Where it was installed before must not be seen: a process of its own, with the new wheel first.
+    # A separate process, with the new wheel first on the path, so that it does not see an earlier installation.
     script = "import json, jax_flash; print(json.dumps(jax_flash.build_info()))"
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu"}
     output = subprocess.check_output([sys.executable, "-c", script], cwd=tmp_path, env=environment, text=True)

@@ -1,4 +1,4 @@
-"""Arrays with more elements than an int of the CUDA kernels counts."""
+"""Arrays with more elements than an int in the CUDA kernels can count."""
 
 import ctypes
 
@@ -13,7 +13,7 @@ import jax_flash
 
 @pytest.fixture
 def gigabytes(cuda):
-    """Skips a test that needs more memory of the GPU than this process may have, or others have left."""
+    """Skips a test that needs more GPU memory than this process may use or than is free."""
 
     def need(count: float) -> None:
         stats = jax.devices("cuda")[0].memory_stats()
@@ -25,7 +25,7 @@ def gigabytes(cuda):
 
 
 def free_bytes() -> int:
-    """What no process has reserved, on the GPU that JAX uses first."""
+    """The free memory of the first GPU that JAX uses."""
     driver, free, total = ctypes.CDLL("libcuda.so.1"), ctypes.c_size_t(), ctypes.c_size_t()
     device, context = ctypes.c_int(), ctypes.c_void_p()
     results = [
@@ -43,8 +43,8 @@ def free_bytes() -> int:
 @pytest.mark.parametrize("kernels", ["", "sm80"], ids=["first kernels", "portable kernels"])
 @pytest.mark.parametrize("seqlen", [2**28 + 2**20, 2**29 - 64])
 def test_mask_of_many_keys(seqlen, kernels, gigabytes):
-    """Only the last 70 of all keys are visible: lists of visible blocks count further than 2^22."""
-    gigabytes(6 * 16 * seqlen / 1e9)  # k, v, and copies of them
+    """Only the last 70 keys are visible, so lists of visible blocks hold numbers above 2^22."""
+    gigabytes(6 * 16 * seqlen / 1e9)  # k, v and copies of them
 
     @jax.jit
     def attend(last_keys):
@@ -62,7 +62,7 @@ def test_mask_of_many_keys(seqlen, kernels, gigabytes):
 
 
 def test_gradients_of_many_rows(gigabytes):
-    """33 heads of 2^26 queries, of which each has 100: the last head's statistics lie beyond 2^31."""
+    """33 heads of 2^26 queries, 100 of them within the length: the last head's statistics lie beyond 2^31."""
     gigabytes(80)
     heads, keys, rows = 33, 70, 100
     rng = np.random.default_rng(0)

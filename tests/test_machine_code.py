@@ -1,4 +1,4 @@
-"""What the compiler made of the Hopper kernels, read off the library: no GPU is needed."""
+"""Machine code of the Hopper kernels, disassembled from the library. Needs no GPU."""
 
 import collections
 import functools
@@ -23,7 +23,7 @@ LOCAL = re.compile(r"\b(LDL|STL)\b")
 
 
 def disassembler() -> str:
-    """CUDA's cuobjdump: that on PATH, or that of its Python package."""
+    """CUDA's cuobjdump, from PATH or from its Python package."""
     found = shutil.which("cuobjdump")
     spec = importlib.util.find_spec("nvidia")
     for root in spec.submodule_search_locations if spec and not found else ():
@@ -48,13 +48,13 @@ def functions() -> dict[str, list[tuple[int, str]]]:
 
 
 def test_newest_ptx_is_embedded():
-    """Cards newer than all machine code compile PTX: with what the newest architecture can do, not the oldest."""
+    """GPUs newer than all machine code compile PTX, which should be that of the newest architecture."""
     command = [disassembler(), "--list-ptx", str(LIBRARY)]
     files = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     embedded = {int(capability) for capability in re.findall(r"\.sm_(\d+)\.ptx", files)}
     built = [int(re.match(r"\d+", arch)[0]) for arch in jax_flash.build_info()["archs"].split(";")]
     assert max(built) in embedded
-    if built == [80, 90]:  # which leave no card out in between
+    if built == [80, 90]:  # no generation is skipped in between
         assert embedded == {90}
 
 
@@ -63,7 +63,7 @@ def is_product(text: str) -> bool:
 
 
 def successors(instructions: list[tuple[int, str]]) -> list[list[int]]:
-    """The instructions that may follow each one."""
+    """For each instruction, those that may follow it."""
     places = {address: i for i, (address, _) in enumerate(instructions)}
     following = []
     for i, (_, text) in enumerate(instructions):
@@ -78,14 +78,14 @@ def successors(instructions: list[tuple[int, str]]) -> list[list[int]]:
 def main_loops(instructions: list[tuple[int, str]]) -> list[list[str]]:
     """The innermost loops with products: over blocks that need no mask, and one for each form of the general kernel.
 
-    A loop is what leads back to an instruction by which every way to it goes.
+    A loop is a branch back to an instruction that dominates it.
     """
     following = successors(instructions)
     leading = collections.defaultdict(list)
     for i, targets in enumerate(following):
         for target in targets:
             leading[target].append(i)
-    dominators = {0: 1}  # of each instruction, as bits of an integer
+    dominators = {0: 1}  # for each instruction, as bits of an integer
     changed = True
     while changed:
         changed = False
@@ -96,7 +96,7 @@ def main_loops(instructions: list[tuple[int, str]]) -> list[list[str]]:
                 changed |= dominators.get(i) != bits
                 dominators[i] = bits
 
-    bodies = collections.defaultdict(set)  # by the first instruction
+    bodies = collections.defaultdict(set)  # keyed by the first instruction
     for i, targets in enumerate(following):
         for head in targets:
             if i in dominators and dominators[i] >> head & 1:
@@ -113,7 +113,7 @@ def main_loops(instructions: list[tuple[int, str]]) -> list[list[str]]:
 
 
 def test_every_kernel_is_there(functions):
-    # With and without a transformation of the scores, and for some head dims two tiles.
+    # With and without a transformation of the scores; some head dims have two tiles.
     assert len(functions) >= 2 * len(KERNELS)
     for arithmetic in ("bfloat16", "float16"):
         assert any(arithmetic in name for name in functions)

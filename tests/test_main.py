@@ -60,7 +60,7 @@ def matrix(printed: str, name: str) -> np.ndarray:
 
 
 def test_without_options(monkeypatch, capsys):
-    """The standard case, full and causal; a smaller one takes its place here."""
+    """The standard case, full and causal, replaced by a smaller one here."""
     monkeypatch.setitem(arguments.STANDARD_CASES, "cpu", Case("float32", 1, 64, 2, 8))
     assert main(["--device", "cpu"]) == 0
     printed, progress = capsys.readouterr()
@@ -76,7 +76,7 @@ def test_without_options(monkeypatch, capsys):
 
 
 def test_as_a_program(tmp_path):
-    """As a user starts it, in a process of its own."""
+    """In a separate process, as a user starts it."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "jax_flash", *SMALL, "--causal"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
@@ -118,7 +118,7 @@ def test_omitted_sizes_are_the_standard_ones(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("rows", "is_causal"), [(24, False), (7, False), (7, True)])
 def test_reference(rows, is_causal, monkeypatch):
-    """Blocks of rows do not change the results, even where they do not divide the length."""
+    """Blocks of rows do not change the results, even if they do not divide the length."""
     monkeypatch.setattr(check, "_MAX_SCORES", 24 * rows)
     jax.config.update("jax_enable_x64", True)
     check.exact.clear_cache()
@@ -195,8 +195,8 @@ def test_reports_an_error_of_ours(monkeypatch, capsys):
 
 @pytest.mark.parametrize("shape", [(3, 6, 2, 4), (3, 6, 4)])
 def test_show(shape, on_platform, tmp_path, capsys):
-    """The values printed for a file, against those computed here."""
-    # Multiples of 1/8 are exact in float32, and as they are printed.
+    """The values printed for a file, compared with those computed here."""
+    # Multiples of 1/8 are exact in float32 and when printed.
     values = np.round(8 * np.random.default_rng(0).standard_normal(shape)) / 8
     np.save(tmp_path / "qkv.npy", values)
     q, k, v = values.reshape(3, 1, 6, -1, 4)
@@ -265,7 +265,7 @@ def test_sweep(on_platform, tmp_path, capsys):
         assert float(row["milliseconds"]) > 0
         assert row["jax"] == jax.__version__
     for length in (512, 1024):
-        # q, k, v and out; with the backward pass dout and three gradients; XLA also holds the scores.
+        # q, k, v and out; in the backward pass also dout and three gradients; XLA also holds the scores.
         assert int(rows[length, "forward", "jax_flash"]["bytes"]) >= 4 * (4 * length * 8)
         assert int(rows[length, "forward + backward", "jax_flash"]["bytes"]) >= 8 * (4 * length * 8)
         assert int(rows[length, "forward", "XLA"]["bytes"]) > 4 * length**2
@@ -277,7 +277,7 @@ def test_sweep(on_platform, tmp_path, capsys):
 
 
 def test_sweep_skips_what_is_too_large(monkeypatch, tmp_path, capsys):
-    """XLA's program of 1,024 is compiled and found too large; ours still runs."""
+    """XLA's program for 1,024 is compiled and found too large; ours still runs."""
     monkeypatch.setattr(devices, "memory_bytes", lambda _: 3_000_000)
     assert main(["--device", "cpu", *TINY_SWEEP, "--output", str(tmp_path)]) == 0
     rows = sweep_rows(tmp_path)
@@ -295,7 +295,7 @@ def test_sweep_skips_what_is_too_large(monkeypatch, tmp_path, capsys):
 
 
 def test_sweep_where_memory_runs_out(monkeypatch, tmp_path, capsys):
-    """A program that was expected to fit."""
+    """A program that was expected to fit runs out of memory."""
 
     def run_out(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes.\nmore")
@@ -361,7 +361,7 @@ def test_available_memory_of_this_machine():
 
 
 def test_time_is_that_of_one_call(monkeypatch):
-    """With a wait for each call, and with slices of calls."""
+    """Both if each call is waited for and with slices of calls."""
     clock = [0.0]
     monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
 

@@ -1,7 +1,7 @@
 """Exact probes of the mask.
 
-With q = k = 0 all visible keys have the same weight: lse is log(number of visible keys), one-hot values show
-in the output which keys a query sees, and one-hot cotangents show in dv which queries see a key.
+With q = k = 0 all visible keys have the same weight, and lse is the logarithm of their number. With one-hot values the
+output shows which keys a query sees; with one-hot cotangents dv shows which queries see a key.
 """
 
 import jax
@@ -13,7 +13,7 @@ import pytest
 
 import jax_flash
 
-# Sizes around those of a tile.
+# Sizes around the tile sizes.
 SIZES = [0, 1, 7, 57, 63, 64, 65, 71, 121, 127, 128, 129, 135, 192, 193, 200]
 LENGTHS = {
     "query_seq_lengths": np.array([*SIZES[::-1], 200, 200], np.int32),
@@ -50,7 +50,7 @@ OPTIONS = {
 }
 
 RNG = np.random.default_rng(0)
-# For each batch element another part of the pairs; the first sees nothing, the second everything.
+# The fraction of visible pairs of each batch element; the first sees nothing, the second everything.
 VISIBLE = np.array(
     [0, 1, 0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 0.97, 0.99, 0.997, 1, 0.5]
 )
@@ -58,13 +58,13 @@ VISIBLE = VISIBLE[:, None, None, None]
 
 
 def segments(length: int, is_sorted: bool) -> np.ndarray:
-    """For each batch element another number of segments, from 1 to about one for each row, with negative ids."""
+    """Ids, also negative, with 1 segment in the first batch element to about one for each row in the last."""
     counts = np.array([1, 2, 2, 3, 3, 4, 4, 5, 6, 8, 10, 15, 20, 30, 50, 100, 200, 1000])[:, None]
     ids = RNG.integers(-counts // 2, counts - counts // 2, (18, length)).astype(np.int32)
     return np.sort(ids) if is_sorted else ids
 
 
-# What hides keys and is an array of its own; each also stands beside each of the others.
+# Arrays that hide keys. They are also combined with each other and with the options above.
 ARRAYS = {
     "mask": dict(mask=RNG.random((18, 1, 200, 200)) < VISIBLE),
     "mask of keys": dict(mask=RNG.random((18, 1, 1, 200)) < VISIBLE),
@@ -93,7 +93,7 @@ ARRAY_OPTIONS = (
         | OPTIONS["lengths, window, causal, offsets"]
     }
 )
-# The reference makes one array of all that hides: each alone and one of all together.
+# The reference combines all of them in one array, so each alone and all together suffice.
 OPTIONS_OF_REFERENCE = OPTIONS | ARRAYS | dict([list(ARRAY_OPTIONS.items())[-1]])
 OPTIONS |= ARRAY_OPTIONS
 
@@ -108,10 +108,10 @@ def probe(
     num_kv_heads: int = 1,
     **options,
 ) -> None:
-    """Hold what the probe sees, forward and backward, against the mask's definition."""
+    """Compare what the probe sees, forward and backward, with the definition of the mask."""
     q = np.zeros((batch, seqlen_q, num_heads, 8), dtype)
     k = np.zeros((batch, seqlen_kv, num_kv_heads, 8), dtype)
-    # One-hot vectors of at most 256 entries: where there are more rows, neighbours share an entry.
+    # One-hot vectors have at most 256 entries; with more rows, neighbours share an entry.
     one_hot_keys, one_hot_queries = (
         np.eye(min(size, 256), dtype=np.float64)[np.arange(size) // -(-size // 256)]
         for size in (seqlen_kv, seqlen_q)
@@ -182,7 +182,7 @@ def test_sizes_around_a_tiles(seqlen_q, seqlen_kv, dtype, platform):
 
 
 def in_blocks(seqlen_q: int, seqlen_kv: int) -> np.ndarray:
-    """Blocks of 192 rows and 320 keys, of which each may be hidden, visible, or both with one pair of the other."""
+    """Blocks of 192 rows and 320 keys, each hidden or visible, some with one exception in every 64 x 64 pairs."""
     kinds = RNG.integers(0, 4, (2, 1, -(-seqlen_q // 192), -(-seqlen_kv // 320)))
     kinds = kinds.repeat(192, 2).repeat(320, 3)[:, :, :seqlen_q, :seqlen_kv]
     mask = kinds % 2 == 1
@@ -192,7 +192,7 @@ def in_blocks(seqlen_q: int, seqlen_kv: int) -> np.ndarray:
 
 
 def documents(seqlen_q: int, seqlen_kv: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted ids of documents of very different lengths; some are of the queries or of the keys alone."""
+    """Sorted ids of documents of very different lengths; some have only queries or only keys."""
     ids = np.sort(
         np.array([-5, 0, 0, 1, 2, 3, 3, 3, 3, 3, 3, 7, 8, 8], np.int32)[RNG.integers(0, 14, (2, 3000))]
     )
@@ -229,14 +229,14 @@ def documents(seqlen_q: int, seqlen_kv: int) -> tuple[np.ndarray, np.ndarray]:
     ],
 )
 def test_many_tiles(options, dtype, platform):
-    """Long enough that whole tiles are skipped and others need no mask."""
+    """Long enough that some tiles are skipped and others need no mask."""
     probe(2, 1031, 1100, dtype, **options)
 
 
 @DTYPES
 @pytest.mark.parametrize("shape", [(1, 6, 131, 129), (2, 6, 1, 129), (6, 131, 1), (6, 1, 1)], ids=str)
 def test_mask_of_each_head(shape, dtype, platform):
-    """Heads that share keys have masks of their own."""
+    """Heads that share keys have different masks."""
     mask = np.random.default_rng(0).random(shape) < 0.3
     probe(2, 131, 129, dtype, num_heads=6, num_kv_heads=2, mask=mask)
 
@@ -244,7 +244,7 @@ def test_mask_of_each_head(shape, dtype, platform):
 @DTYPES
 @pytest.mark.parametrize("size", SIZES[1:])
 def test_mask_of_sizes_around_a_tiles(size, dtype, platform):
-    """Rows of the mask lie at every alignment."""
+    """Rows of the mask have every alignment."""
     for seqlen_q in (1, 65):
         ids = (
             RNG.integers(0, 3, (3, seqlen_q)).astype(np.int32),

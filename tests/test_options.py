@@ -1,4 +1,4 @@
-"""Every option is known to Python, to C++ and to the docstring, and none is accepted and ignored."""
+"""Python, C++ and the docstring know every option, and none is accepted and then ignored."""
 
 import dataclasses
 import inspect
@@ -16,8 +16,7 @@ from jax_flash._options import AttentionOptions
 SIGNATURE = inspect.signature(jax_flash.flash_attention).parameters
 LENGTHS = np.array([3, 9], np.int32)
 
-# For each option a call that it must change. `forward` is False where it does not change the output: how
-# is said beside it.
+# For each option, a value that must change the output and the gradients.
 CHANGES = {
     "scale": dict(scale=0.1),
     "is_causal": dict(is_causal=True),
@@ -32,7 +31,7 @@ CHANGES = {
     "segment_ids": dict(segment_ids=np.arange(24, dtype=np.int32).reshape(2, 12) // 5),
     "dropout_rate": dict(dropout_rate=0.5, dropout_rng=jax.random.key(0)),
 }
-# Options that change something else than the numbers of the output, and the test that shows it.
+# Options that change something else, and the test that shows it.
 OTHERWISE = {
     "dropout_rng": "test_dropout.py::test_the_key_decides",
     "precision": "test_precision_changes_float32_products",
@@ -48,13 +47,13 @@ def qkv(dtype=np.float32) -> list[np.ndarray]:
 
 
 def results(**options) -> list[np.ndarray]:
-    """Output and gradients."""
+    """The output and the gradients."""
     f = jax.jit(lambda *args: jax_flash.flash_attention(*args, **options))
     out, vjp = jax.vjp(f, *qkv())
     return [np.asarray(x) for x in (out, *vjp(jnp.cos(out)))]
 
 
-# Options of masks that also need another one to have an effect.
+# Options that have an effect only together with another one.
 BASE = {"query_offset": dict(is_causal=True)}
 
 
@@ -72,7 +71,7 @@ def test_every_parameter_is_in_a_table():
 
 
 def test_precision_changes_float32_products(cuda):
-    """On the CPU float32 is always computed in float32."""
+    """On a CPU, float32 is always computed in float32."""
     error = {}
     exact = oracle.attention(*qkv()).out
     for precision in ("default", "highest"):
@@ -82,7 +81,7 @@ def test_precision_changes_float32_products(cuda):
 
 
 def attributes(**options) -> str:
-    """The text of the program that a call becomes."""
+    """The text of the lowered program of a call."""
     f = jax.jit(jax.grad(lambda *args: jax_flash.flash_attention(*args, **options).sum()))
     return f.lower(*qkv()).as_text()
 
@@ -112,8 +111,8 @@ def test_names_of_a_precision(same):
     assert len(texts) == 1
 
 
-# What each algorithm is worth to a float32 product: 0 where its operands are rounded once, to 11 bits or fewer; 1 where
-# three products of two parts keep 16 bits or more; 2 where nearly all 24 are kept.
+# The exactness of a float32 product in each algorithm: 0 if its operands are rounded once, to 11 bits or fewer; 1 if
+# three products of two parts keep 16 bits or more; 2 if nearly all 24 bits are kept.
 ALGORITHMS = {
     "DEFAULT": 0,
     "ANY_F8_ANY_F8_F32": 0,
@@ -140,7 +139,7 @@ def level_of(precision) -> int:
 
 @pytest.mark.parametrize("name", jax.lax.DotAlgorithmPreset.__members__)
 def test_what_an_algorithm_is_worth(name):
-    """As a preset, and by its name."""
+    """Given as a preset and by name."""
     assert level_of(jax.lax.DotAlgorithmPreset[name]) == level_of(name) == ALGORITHMS[name]
 
 
@@ -213,7 +212,7 @@ def test_a_library_of_other_sources_is_refused(other, monkeypatch):
 
 
 def test_options_are_plain_python_numbers():
-    """A numpy scalar would hash like the number and lower to another type."""
+    """A NumPy scalar hashes like the number, but lowers to another type."""
     options = AttentionOptions.resolve(
         np.int64(4),
         scale=np.float32(0.5),

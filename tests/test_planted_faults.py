@@ -1,4 +1,4 @@
-"""The list of planted faults fits the checkout. Whether the tests find them is seen when `planted_faults.py` is run."""
+"""The list of planted faults matches the checkout. `planted_faults.py` itself checks that the tests find them."""
 
 import collections
 import pathlib
@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 @pytest.mark.parametrize("fault", planted_faults.FAULTS, ids=lambda fault: f"{fault.file}: {fault.name}")
 def test_every_row_fits(fault):
-    """Its text stands once in its file, and its tests are there."""
+    """Its text occurs once in its file, and its tests exist."""
     assert planted_faults.places(fault) == 1
     assert fault.text != fault.replacement
     assert fault.tests

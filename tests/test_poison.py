@@ -1,4 +1,4 @@
-"""What must not be read, and what must not be swallowed: NaN and Inf in the inputs and in memory."""
+"""NaN and infinity in inputs and memory: what must not be read, and what must not be lost."""
 
 import harness
 import jax
@@ -36,7 +36,7 @@ def forward_and_backward(static: dict):
 
 
 def forward_and_backward_with_bias(static: dict):
-    """The same, and the gradient of the operand `bias`."""
+    """Like `forward_and_backward`, with the gradient of the operand `bias`."""
 
     @jax.jit
     def f(q, k, v, dout, dlse, operands):
@@ -90,7 +90,7 @@ def test_beyond_the_lengths_nothing_leaks(kind, is_causal, poison, platform):
 
 @pytest.mark.parametrize("poison", FLOATS, ids=str)
 def test_beyond_the_lengths_nothing_leaks_into_unordered_sums(poison, cuda):
-    """The backward that sums in any order cannot be compared by bits: it must be as close as ever."""
+    """Sums in any order cannot be compared by bits, but must be as close as without the NaN."""
     operands = {name: np.array(x, np.int32) for name, x in LENGTHS.items()}
     inputs = arrays("bfloat16")
     want = oracle.attention(*inputs, **operands)
@@ -110,7 +110,7 @@ def test_beyond_the_lengths_nothing_leaks_into_unordered_sums(poison, cuda):
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_memory_is_not_read_before_it_is_written(dtype, deterministic, platform):
-    """Results and workspace lie where NaN was."""
+    """Results and workspace get memory that held NaN."""
     f = forward_and_backward(dict(deterministic=deterministic, is_causal=True))
     inputs = arrays(dtype)
     want = f(*inputs, {})
@@ -129,7 +129,7 @@ def test_memory_is_not_read_before_it_is_written(dtype, deterministic, platform)
 
 @pytest.mark.parametrize("kind", range(4))
 def test_nan_is_not_swallowed(kind, platform):
-    """NaN in a query, or in a key or value it sees, makes the row NaN and leaves the lse of other rows."""
+    """NaN in a query, or in a key or value that it sees, makes the row NaN; the lse of other rows stays."""
     dtype, precision, _ = harness.KINDS[platform][kind]
     f = forward_and_backward(dict(deterministic=True, precision=precision, is_causal=True))
     clean = arrays(dtype)
@@ -176,7 +176,7 @@ def test_nan_is_not_swallowed(kind, platform):
 @pytest.mark.parametrize("operand", ["q", "k", "v"])
 @pytest.mark.parametrize("kind", range(4))
 def test_inf_follows_the_reference(kind, operand, value, platform):
-    """Full attention, where every row sees every key: the same places are NaN, Inf and finite."""
+    """In full attention the same places are NaN, infinite and finite."""
     dtype, precision, _ = harness.KINDS[platform][kind]
     inputs = arrays(dtype)
     inputs["qkv".index(operand)][1, 70, 1, 3] = value
@@ -206,7 +206,7 @@ def array_operands(dtype: str) -> dict:
 @pytest.mark.parametrize("poison", FLOATS, ids=str)
 @pytest.mark.parametrize("kind", range(4))
 def test_arrays_beyond_the_lengths_change_nothing(kind, poison, platform):
-    """Whatever bias, mask and segments say there; the gradient of the bias there is 0."""
+    """Whatever bias, mask and segments hold there; the gradient of the bias is 0 there."""
     dtype, precision, _ = harness.KINDS[platform][kind]
     static = dict(deterministic=True, precision=precision, dropout_rate=0.1, dropout_rng=jax.random.key(0))
     f = forward_and_backward_with_bias(static)
@@ -269,7 +269,7 @@ def test_bias_of_hidden_pairs_changes_nothing(kind, hiding, poison, platform):
 
 @pytest.mark.parametrize("kind", range(4))
 def test_nan_in_the_bias_is_not_swallowed(kind, platform):
-    """It makes its row NaN, and leaves the lse of other rows and the results of other heads."""
+    """It makes its row NaN; the lse of other rows and the results of other heads stay."""
     dtype, precision, _ = harness.KINDS[platform][kind]
     f = forward_and_backward_with_bias(dict(deterministic=True, precision=precision))
     inputs, bias = arrays(dtype), array_operands(dtype)["bias"]
@@ -321,7 +321,7 @@ TILES = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("operands", TILES.values(), ids=TILES.keys())
 def test_nothing_leaks_out_of_hidden_tiles(operands, dtype, head_dim, platform):
-    """Two halves that do not see each other: NaN in all of one changes no bit of the other."""
+    """With two halves that do not see each other, NaN in all of one changes no bit of the other."""
     rng = np.random.default_rng(0)
     shapes = [*4 * [(1, 2 * HALF, 1, head_dim)], (1, 2 * HALF, 1)]
     clean = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
@@ -345,7 +345,7 @@ def test_nothing_leaks_out_of_hidden_tiles(operands, dtype, head_dim, platform):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("by", ["mask", "segments"])
 def test_keys_that_no_row_sees_change_nothing(by, dtype, platform):
-    """Whole tiles of them, whose gradients are 0."""
+    """Including whole tiles of them; their gradients are 0."""
     rng = np.random.default_rng(0)
     shapes = [(1, 150, 2, 64), (1, 2 * HALF, 2, 64), (1, 2 * HALF, 2, 64), (1, 150, 2, 64), (1, 150, 2)]
     clean = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
@@ -369,7 +369,7 @@ def test_keys_that_no_row_sees_change_nothing(by, dtype, platform):
 @pytest.mark.parametrize("poison", FLOATS, ids=str)
 @pytest.mark.parametrize("kind", range(4))
 def test_rows_that_see_no_key_do_not_leak(kind, poison):
-    """On the CPU: what their queries and cotangents hold is part of no gradient."""
+    """On the CPU: their queries and cotangents contribute to no gradient."""
     dtype, precision, _ = harness.KINDS["cpu"][kind]
     f = forward_and_backward(dict(deterministic=True, precision=precision, is_causal=True, query_offset=-30))
     clean = arrays(dtype)
@@ -383,7 +383,7 @@ def test_rows_that_see_no_key_do_not_leak(kind, poison):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("axes", ["BNTS", "1NTS", "B11S", "1N11"])
 def test_memory_of_the_gradient_of_a_bias_is_not_read_before_it_is_written(axes, dtype, platform):
-    """Where tiles are hidden, too; it is summed in one order whether `deterministic` or not."""
+    """Also with hidden tiles. Its order of summation is fixed, `deterministic` or not."""
     sizes = dict(zip("BNTS1", (4, 4, QUERIES, KEYS, 1), strict=True))
     rng = np.random.default_rng(3)
     operands = dict(

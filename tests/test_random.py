@@ -1,9 +1,9 @@
-"""Random cases, of all options and transformations at once, against the exact result.
+"""Random cases that combine all options and transformations, against the exact result.
 
     python -m pytest tests/test_random.py --random-cases 10000 --random-start 5000 -n 8
     python -m pytest tests/test_random.py --random-seed 123    # one of them again
 
-What may come is in `random_cases.py`. A failure shows its case and the line that repeats it.
+`random_cases.py` draws the cases. A failure prints its case and the command that repeats it.
 """
 
 import functools
@@ -19,7 +19,7 @@ from cases import DTYPES, Inputs
 from closeness import assert_close
 from random_cases import Loop, RandomCase
 
-Arrays = dict[str, Any]  # by the names that arguments have in random_cases
+Arrays = dict[str, Any]  # keyed by the names of arguments in random_cases
 
 
 def pytest_generate_tests(metafunc):
@@ -30,13 +30,13 @@ def pytest_generate_tests(metafunc):
 def test_is_close_to_exact(random_seed, platform):
     case = random_cases.draw(random_seed, platform)
     arguments = case.arguments()
-    print(case, *case.numbers(arguments), sep="\n")  # pytest shows it where the test fails
+    print(case, *case.numbers(arguments), sep="\n")  # pytest shows it if the test fails
     given = to_loops(case, case.poisoned(arguments) if case.poison else arguments)
     given = {name: case.views[name].outer(x) if name in case.views else x for name, x in given.items()}
     uses_float64 = case.x64 or any(x.dtype == np.float64 for x in arguments.values())
     with harness.x64("float64" if uses_float64 else case.dtype):
-        # JAX arrays, because jax 0.7 cannot map a NumPy array over an axis other than the first without jit. Put there,
-        # as jnp.asarray would compile a program for each shape.
+        # JAX arrays, because without jit jax 0.7 can map a NumPy array only over its first axis. device_put, because
+        # jnp.asarray would compile a program for each shape.
         results, gradients = jax.tree.map(np.asarray, program(case)(jax.device_put(given)))
     check(case, arguments, results | from_loops(case, gradients))
 
@@ -45,7 +45,7 @@ def test_is_close_to_exact(random_seed, platform):
 
 
 def program(case: RandomCase) -> Callable[[Arrays], tuple[Arrays, Arrays]]:
-    """What is tested: from the arguments to the results, out and lse, and the gradients by the arguments' names."""
+    """The function under test: from arguments to results (out and lse) and gradients by argument name."""
     forward = functools.partial(attention, case)
     if case.checkpoint is not None:
         forward = jax.checkpoint(forward, policy=random_cases.POLICIES[case.checkpoint])
@@ -86,7 +86,7 @@ def attention(case: RandomCase, arguments: Arrays) -> Arrays:
 
 
 def looped(f: Callable[[Arrays], Any], loop: Loop) -> Callable[[Arrays], Any]:
-    """`f` for each element of the loop's axis of the arguments that have one."""
+    """`f` applied to each element of the loop's axis of the arguments that have one."""
 
     def of_all(arguments: Arrays) -> Any:
         if loop.kind == "vmap":
@@ -98,7 +98,7 @@ def looped(f: Callable[[Arrays], Any], loop: Loop) -> Callable[[Arrays], Any]:
 
 
 def to_loops(case: RandomCase, arguments: Arrays) -> Arrays:
-    """Arguments with the axes of the loops in front, with each where its loop expects it."""
+    """Moves the axes of the loops from the front to where each loop expects its own."""
     moved = dict(arguments)
     for i, loop in reversed(list(enumerate(case.loops))):
         for name, axis in loop.axes.items():
@@ -108,7 +108,7 @@ def to_loops(case: RandomCase, arguments: Arrays) -> Arrays:
 
 
 def from_loops(case: RandomCase, gradients: Arrays) -> Arrays:
-    """Gradients with the axes of the loops in front again."""
+    """Moves the axes of the loops in gradients to the front again."""
     moved = dict(gradients)
     for i, loop in enumerate(case.loops):
         for name in gradients.keys() & loop.axes.keys() if loop.is_differentiated else ():
@@ -125,7 +125,7 @@ def from_loops(case: RandomCase, gradients: Arrays) -> Arrays:
 
 
 def exact(case: RandomCase, arguments: Arrays, naive: str | None = None) -> Arrays:
-    """Results and gradients, with the axes of the loops in front, or what arithmetic `naive` makes."""
+    """Exact results and gradients, with the axes of the loops in front; or those in the arithmetic `naive`."""
     more = {} if naive is None else dict(arithmetic=oracle.arithmetic_of(naive))
     turns: dict[str, list[np.ndarray]] = {}
     for turn in case.turns(arguments):
@@ -154,17 +154,17 @@ def _summed(case: RandomCase, name: str, x: np.ndarray, arithmetic: oracle.Arith
 
 
 def check(case: RandomCase, arguments: Arrays, got: Arrays) -> None:
-    """Hold results and gradients against the exact ones, by the closeness rule."""
+    """Compare results and gradients with the exact ones by the closeness rule."""
     exact_in = functools.cache(functools.partial(exact, case, arguments))
-    num_rows = exact_in()["out"].any(-1).sum()  # that see a key
+    num_rows = exact_in()["out"].any(-1).sum()  # rows that see a key
     for name, x in got.items():
         rule, like = case.rule, case.dtype
         if name == "lse":
-            # lse is float32 whatever the inputs are; 16-bit products are exact in it.
+            # lse is float32 for 16-bit inputs, too, and their products are exact in float32.
             rule = "float32" if rule in ("bfloat16", "float16") else rule
             like = "float64" if like == "float64" else "float32"
         elif name != "out":
-            # A sum is rounded to the argument's dtype, where that is the less exact one.
+            # The sum is rounded to the argument's dtype, which may be less exact.
             like = arguments[name].dtype.name
             rule = max(rule, like, key=harness.RULES.index)
         assert x.dtype == DTYPES[like], f"{name} is {x.dtype}, expected {like}"

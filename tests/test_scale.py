@@ -1,4 +1,4 @@
-"""A scale that is an array: a learned temperature, with its gradient."""
+"""A scale that is an array, such as a learned temperature, and its gradient."""
 
 import functools
 
@@ -19,7 +19,7 @@ SCALED = [case for case in CASES if case.name in NAMES]
 
 
 def exact(case, dtype: str, scale: float, naive: str | None = None) -> tuple[oracle.Result, float]:
-    """The exact result, and the gradient of the scale: that of the queries is scale times what it multiplies."""
+    """The exact result, and the gradient of the scale, derived from that of the queries."""
     options = case.static | case.operands(DTYPES[dtype]) | {"scale": scale}
     if "dropout_seed" in options:
         options["keep"] = harness.kept(case, int(options.pop("dropout_seed")))
@@ -125,7 +125,7 @@ def test_vmap_over_scales(platform):
 
 
 class Parameter:
-    """A number that knows how to become an array, as the parameters of some libraries do."""
+    """An object with `__jax_array__`, like the parameters of some libraries."""
 
     def __jax_array__(self):
         return jnp.float32(0.3)

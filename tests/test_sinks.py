@@ -1,4 +1,4 @@
-"""Sinks: their gradient, and what they are at the edges; the table of cases has them among other options."""
+"""Sinks: gradients and edge cases. The table of cases combines them with other options."""
 
 import functools
 
@@ -45,7 +45,7 @@ def test_gradient_is_close_to_exact(case, kind, platform):
     inputs = case.inputs(DTYPES[dtype])
     operands = case.operands(DTYPES[dtype])
     sinks = operands.pop("sinks")
-    # Beyond the lengths the output does not depend on the sink: there its cotangent may be anything.
+    # Beyond the lengths the output does not depend on the sink, so its cotangent there may be anything.
     dout = inputs.dout.copy()
     for b, length in enumerate(operands.get("query_seq_lengths", ())):
         dout[b, length:] = np.nan
@@ -63,7 +63,7 @@ def test_gradient_is_close_to_exact(case, kind, platform):
     if rule in ("bfloat16", "float16", "tfloat32"):
         naive = oracle.sinks_gradient(harness.exact(case, dtype, rule), inputs.dout, inputs.dlse, sinks)
     want = oracle.sinks_gradient(exact, inputs.dout, inputs.dlse, sinks)
-    # A float32 sum over all rows, whatever the sinks' share in each.
+    # The gradient is a float32 sum over all rows, whatever the sinks' share in each.
     harness.assert_close(
         got, want, "float32" if rule == "float64" else rule, num_keys=case.seqlen_q, naive=naive
     )
@@ -108,7 +108,7 @@ def test_a_row_without_keys_has_output_0_and_its_sink_as_lse(platform):
 
 
 def test_what_other_rows_see_does_not_leak_into_a_row_without_keys(platform):
-    """Its sum is the sink's alone, so that 0 times a NaN that others see would be part of its output."""
+    """The row's sum is not 0 because of the sink, so a 0 * NaN from keys that others see would reach its output."""
     q, k, v, sinks = arrays()
     v = np.full_like(v, np.nan)
     out, lse = attention(q, k, v, sinks=sinks, is_causal=True, query_offset=-6, return_residual=True)
@@ -131,7 +131,7 @@ def test_vmap_over_sinks(platform):
     got = jax.jit(jax.vmap(jax.grad(loss, argnums=3), (None, None, None, 0)))(q, k, v, sinks)
     want = np.stack([exact_gradient(q, k, v, x) for x in sinks])
     harness.assert_close(got, want, "float32", num_keys=20)
-    # Sinks that are not mapped: their gradient sums over the map.
+    # The gradient of unmapped sinks is summed over the map.
     queries = random(3, 2, 12, 4, 16, seed=10)
     total = jax.grad(lambda sinks: jax.vmap(lambda q: loss(q, k, v, sinks))(queries).sum())(sinks[0])
     want = sum(exact_gradient(x, k, v, sinks[0]) for x in queries)
@@ -140,7 +140,7 @@ def test_vmap_over_sinks(platform):
 
 @pytest.mark.parametrize("spec", [P("batch"), P(None, None, "heads"), P("batch", None, "heads")], ids=str)
 def test_sharded_gradient(spec):
-    """It sums over the devices of the batch; nothing is gathered."""
+    """It is summed over the devices that hold parts of the batch; nothing is gathered."""
     mesh = Mesh(np.array(jax.devices("cpu")).reshape(2, 4), ("batch", "heads"))
     *args, sinks = arrays(batch=4, n=8, k=4)
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in args]

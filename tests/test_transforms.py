@@ -39,7 +39,7 @@ def qkv(*lead: int, t: int = 6, s: int = 9, n: int = 4, k: int = 2, h: int = 8) 
 
 
 def loss(q, k, v, **options):
-    """A scalar that depends on out and on lse."""
+    """A scalar that depends on out and lse."""
     out, lse = attention(q, k, v, is_causal=True, return_residual=True, **options)
     return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
 
@@ -82,7 +82,7 @@ def test_same_array_three_times(platform):
 
 
 def test_jacobian(platform):
-    """One backward pass under vmap, over cotangents alone."""
+    """One backward pass under a vmap over the cotangents only."""
     args = qkv(1, t=2, s=3, n=1, k=1, h=2)
     jacobian = jax.jacrev(attention, argnums=2)(*args)
     p = oracle.attention(*args[:2], np.eye(3)[None, :, None, :]).out[0, :, 0]  # probabilities [T, S]
@@ -102,7 +102,7 @@ def is_mapped(subset) -> list[bool]:
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("subset", SUBSETS, ids=lambda subset: "".join("qkv"[i] for i in subset))
 def test_vmap_of_grad_and_grad_of_vmap(subset, n, platform):
-    """Every subset of q, k, v mapped: the gradient of an operand that is not mapped sums over the map."""
+    """With every subset of q, k, v mapped; the gradient of an unmapped operand is summed over the map."""
     mapped = is_mapped(subset)
     args = [a if m else b[0] for m, a, b in zip(mapped, qkv(n, 2), qkv(1, 2), strict=True)]
     in_axes = tuple(0 if m else None for m in mapped)
@@ -167,7 +167,7 @@ def test_vmap_over_operands(names, arrays_too, platform):
 )
 @pytest.mark.parametrize("is_mapped", [False, True], ids=["one mask", "masks"])
 def test_vmap_over_masks(is_mapped, shape, platform):
-    """Of every form, and beside arrays that are mapped."""
+    """Masks of every form, beside mapped arrays."""
     args = qkv(3, 2)
     masks = np.random.default_rng(6).random((3, *shape)) < 0.6
     mask, axis = (masks, 0) if is_mapped else (masks[0], None)
@@ -210,7 +210,7 @@ def test_vmap_over_a_scalar_offset(platform):
 
 def test_nested_vmap(platform):
     q, k, v = qkv(2, 3, 2)
-    k = k[:, 0]  # mapped by the outer vmap alone
+    k = k[:, 0]  # mapped by the outer vmap only
     inner = jax.vmap(jax.grad(loss, ALL), (0, None, 0))
     got = jax.jit(jax.vmap(inner))(q, k, v)
     want = [
@@ -260,7 +260,7 @@ def test_scan_over_layers(platform):
 
 
 def test_scan_runs_a_kernel_once_a_layer(platform):
-    """Of arrays large enough that XLA might have the kernel write into the stack of residuals."""
+    """With arrays so large that XLA might let the kernel write into the stack of residuals."""
     weights, x = random(3, 64, 64), random(2, 128, 4, 64, seed=1)
 
     def layer(x, w):
@@ -273,7 +273,7 @@ def test_scan_runs_a_kernel_once_a_layer(platform):
 
 
 def count_calls(f, *args, name: str) -> int:
-    """How often a function calls a kernel."""
+    """The number of kernel calls in a function's program."""
 
     def count(jaxpr) -> int:
         return sum((eqn.primitive.name == name) + sum(map(count, inner(eqn))) for eqn in jaxpr.eqns)
@@ -300,7 +300,7 @@ POLICIES = {
 
 @pytest.mark.parametrize(("policy", "calls"), POLICIES.values(), ids=POLICIES.keys())
 def test_checkpoint(policy, calls, platform):
-    """Saved by name, out and lse spare the second forward pass."""
+    """If out and lse are saved by name, there is no second forward pass."""
     args = qkv(2)
     f = jax.value_and_grad(jax.checkpoint(lambda *args: loss(*(2 * x for x in args)), policy=policy), ALL)
     value, gradients = jax.jit(f)(*args)
@@ -312,7 +312,7 @@ def test_checkpoint(policy, calls, platform):
 
 
 def test_gradient_of_nothing_runs_no_backward(platform):
-    """An output that is not used costs no kernel."""
+    """An unused output costs no kernel."""
     args = qkv(2)
     f = jax.grad(lambda *args: jnp.sum(args[0]) + 0.0 * jnp.sum(jax.lax.stop_gradient(attention(*args))), ALL)
     text = jax.jit(f).lower(*args).compile().as_text()
@@ -321,7 +321,7 @@ def test_gradient_of_nothing_runs_no_backward(platform):
 
 # ---- sharding -------------------------------------------------------------------------------------------
 
-# The same program on eight devices, and which axes of [batch, length, heads, dim] are spread over them.
+# Shardings of [batch, length, heads, dim] over eight devices.
 MESHES = {
     "batch": ((8, 1), P("batch"), P("batch")),
     "heads": ((1, 8), P(None, None, "heads"), P(None, None, "heads")),
@@ -390,7 +390,7 @@ MASKS = ["BNTS", "1NTS", "B1TS", "TS", "B11S", "NT1", "N11"]
 @pytest.mark.parametrize("axes", MASKS)
 @pytest.mark.parametrize(("shape", "spec", "spec_kv"), MESHES.values(), ids=MESHES.keys())
 def test_sharded_masks_and_segments_gather_nothing(shape, spec, spec_kv, axes, replicated):
-    """A mask or ids that every device has are cut where they are."""
+    """Every device takes its part of a replicated mask or replicated ids."""
     mesh = mesh_of(shape)
     args = qkv(8, n=16, k=8)
     rng = np.random.default_rng(7)
@@ -493,7 +493,7 @@ def test_explicit_sharding():
     "spec", [P("batch"), P("batch", None, "heads"), P(("batch", "heads")), P(None, None, "heads")], ids=str
 )
 def test_shards_of_different_sizes(spec):
-    """A constraint inside of jit may ask for them; what XLA pads them with is in no sum."""
+    """A sharding constraint inside jit may ask for them. XLA's padding must not reach any sum."""
     mesh = mesh_of((2, 4))
     args, bias = qkv(3, t=9, n=6, k=3), random(6, 9, 9, seed=4)
     shift = [random(*x.shape[1:], seed=5) for x in args]  # so that the padding is not 0
@@ -528,7 +528,7 @@ def test_shard_map(shape, spec, spec_kv):
 
 
 def test_shard_map_with_replicated_keys():
-    """The gradient of a key that every device reads sums over the devices."""
+    """The gradient of a key that all devices read is summed over the devices."""
     mesh = mesh_of((8, 1))
     q, k, v = qkv(8)
     k, v = k[:1], v[:1]
@@ -545,7 +545,7 @@ def test_shard_map_with_replicated_keys():
 
 @pytest.mark.parametrize("operands", [False, True], ids=["", "lengths, bias"])
 def test_eager_shard_map(operands):
-    """Without jit around it."""
+    """shard_map without jit."""
     mesh = mesh_of((2, 4))
     args = qkv(2, n=8, k=4)
     bias = random(1, 8, 6, 9, seed=11) if operands else None
@@ -564,7 +564,7 @@ def test_eager_shard_map(operands):
     assert_gradients_close(gradients, want)
 
 
-# What of q, k and v is left to the compiler where the other mesh axis is manual.
+# For each manual mesh axis: the specs of q, k and v in shard_map, and the sharding left to the compiler.
 PARTLY_MANUAL = {
     "batch": (P("batch"), P(None, None, "heads")),
     "heads": (P(None, None, "heads"), P("batch")),
@@ -574,7 +574,7 @@ PARTLY_MANUAL = {
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("manual", PARTLY_MANUAL)
 def test_shard_map_over_some_axes_gathers_nothing(manual, with_bias):
-    """Over the others the compiler shards, as it does under jit."""
+    """The compiler shards over the other mesh axes, as under jit."""
     mesh = mesh_of((2, 4))
     args = qkv(4, n=8, k=4)
     bias = random(1, 1, 6, 9, seed=12) if with_bias else None
@@ -623,7 +623,7 @@ REPLICATED = {
 @pytest.mark.parametrize("spec", [P("batch"), P(None, None, "heads"), P("batch", None, "heads")], ids=str)
 @pytest.mark.parametrize("operands", REPLICATED.values(), ids=REPLICATED.keys())
 def test_explicit_sharding_beside_replicated_operands(operands, spec):
-    """Their gradients have their types."""
+    """Gradients have the types of their operands."""
     mesh = explicit_mesh()
     args = qkv(4, n=8, k=4)
 
@@ -637,7 +637,7 @@ def test_explicit_sharding_beside_replicated_operands(operands, spec):
         placed = [jax.device_put(x, NamedSharding(mesh, P(*spec, *(None,) * (4 - len(spec))))) for x in args]
         got = jax.jit(gradients)(jax.tree.map(jnp.asarray, operands), *placed)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        # Before 0.10 JAX does not hold the gradient of what it reshards to the type.
+        # Before 0.10, JAX does not require the gradient of a resharded array to have its type.
         assert not any(jax.typeof(x).sharding.spec) or jax.__version_info__ < (0, 10)
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
@@ -716,7 +716,7 @@ for is_causal in (False, True):
 
 
 def test_the_persistent_cache_knows_sharded_programs(tmp_path):
-    """From one process to the next, and by what they compute, not only by their shapes."""
+    """Across processes; the key includes what a program computes, not only its shapes."""
 
     def run():
         command = [sys.executable, "-c", CACHED, str(tmp_path)]
@@ -830,7 +830,7 @@ BUILT_FOR_CUDA = pytest.mark.skipif(
 
 @BUILT_FOR_CUDA
 def test_export_for_both_platforms():
-    """A program can be lowered for a GPU where there is none."""
+    """A program can be lowered for a GPU on a machine without one."""
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in jax_flash.ffi_targets()]
     f = jax.jit(jax.grad(lambda q, k, v, bias: loss(q, k, v, bias=bias), (*ALL, 3)))
     args = (*qkv(2), random(1, 4, 6, 9))
@@ -847,7 +847,7 @@ def lower_for_cuda(f, head_dim, dtype=jnp.float32):
 
 @BUILT_FOR_CUDA
 def test_lowering_for_cuda_refuses_what_it_cannot_do():
-    """Limits of a platform are known when a program is lowered for it."""
+    """Lowering for a platform raises errors for its limits."""
     lower_for_cuda(attention, 256)
     with pytest.raises(NotImplementedError, match=r'257.*implementation="xla"'):
         lower_for_cuda(attention, 257)
@@ -857,12 +857,12 @@ def test_lowering_for_cuda_refuses_what_it_cannot_do():
 
 @BUILT_FOR_CUDA
 def test_results_on_cuda_stand_behind_a_barrier():
-    """Else XLA may run a kernel twice, once straight into what a scan stacks: it looks at what uses the call itself."""
+    """Without the barrier XLA may run a kernel twice, once writing straight into the stack of a scan."""
     x, bias = jnp.zeros((1, 4, 1, 64), jnp.bfloat16), jnp.zeros((1, 4, 4))
     gradient = jax.grad(lambda q, k, v, bias: attention(q, k, v, bias).astype(jnp.float32).sum(), (*ALL, 3))
     text = jax.jit(gradient).trace(x, x, x, bias).lower(lowering_platforms=("cuda",)).as_text()
     targets = []
-    for function in text.split("func.func"):  # each has its own names
+    for function in text.split("func.func"):  # each function has its own names
         for result, target in re.findall(
             r"(%\w+)(?::\d+)? = stablehlo.custom_call @jax_flash_(\w+)\(", function
         ):
@@ -876,7 +876,7 @@ def test_results_on_cuda_stand_behind_a_barrier():
 @BUILT_FOR_CUDA
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_workspace_of_gradients(deterministic):
-    """In 16 bits: two floats a row and one float32 copy of dq, rows rounded up to 128 and 16; or no copy."""
+    """In 16 bits: two floats a row, rounded up to 128 rows, and a float32 copy of dq, rounded up to 16, or none."""
     gradient = jax.grad(lambda *x: attention(*x, deterministic=deterministic).sum())
     x = jnp.zeros((2, 100, 4, 64), jnp.bfloat16)
     text = jax.jit(gradient).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
