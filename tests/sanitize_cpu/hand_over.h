@@ -1,5 +1,4 @@
-// Included before every unit of the CPU kernels: has their workers yield at random where one waits for
-// another.
+// Included before every unit of the CPU kernels; makes workers yield at random where one waits for another.
 #pragma once
 
 namespace sanitize_cpu {

@@ -1,6 +1,6 @@
-// Random calls of the CPU kernels, which need no XLA, for the sanitizers: every buffer is a heap block of
-// exactly its size, the workers yield at random where one waits for another, and what several of them give
-// must be what one gives, to the bit. See `run` beside this.
+// Random calls of the CPU kernels, which need no XLA, for the sanitizers. Every buffer is a heap block of
+// exactly its size. Workers yield at random where one waits for another, and several workers must give the
+// same bits as one. See `run` in this folder.
 //
 //   sanitize_cpu [calls] [first seed]
 #include <algorithm>
@@ -38,7 +38,7 @@ void MaybeYield() {
   if (choice == 6) std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
 }
 
-// A thread for each task.
+// Runs each task in a thread of its own.
 class Threads : public jax_flash::cpu::ThreadPool {
  public:
   explicit Threads(int64_t count) : count_(count) {}
@@ -82,7 +82,7 @@ struct Buffer {
   std::unique_ptr<std::byte[]> data;
 };
 
-// Makes the arrays of a call and keeps them.
+// Makes and owns the arrays of a call.
 class Arrays {
  public:
   explicit Arrays(Random& random) : random_(random) {}
@@ -108,7 +108,7 @@ class Arrays {
     return reinterpret_cast<const T*>(buffer.data.get());
   }
 
-  // An array [B, N, T, S] some of whose axes have size 1.
+  // An array [B, N, T, S] in which some dimensions are broadcast.
   PairArray Pairs(const AttentionParams& params, DType dtype,
                   const std::function<int64_t(int64_t)>& element) {
     int64_t sizes[] = {params.batch, params.num_heads, params.seqlen_q, params.seqlen_kv}, strides[4];
@@ -146,7 +146,7 @@ struct Results {
   }
 };
 
-// One random call: its parameters, and what reads them.
+// One random call: draws its parameters and runs the kernels.
 class Call {
  public:
   explicit Call(uint64_t seed) : random_(seed), arrays_(random_) {
@@ -173,7 +173,7 @@ class Call {
     p.q = arrays_.Normal(p.dtype, b * t * n * p.head_dim);
     p.k = arrays_.Normal(p.dtype, b * s * k * p.head_dim);
     p.v = arrays_.Normal(p.dtype, b * s * k * p.head_dim_v);
-    // Lengths beyond the arrays' are clamped.
+    // Some lengths are negative or exceed the arrays'; the kernels must clamp them.
     if (Chance(3))
       p.query_seq_lengths = arrays_.Integers<int32_t>(b, [&](int64_t) { return Below(t + 20) - 5; });
     if (Chance(3))
@@ -181,7 +181,7 @@ class Call {
     if (Chance(2)) p.query_offset = arrays_.Integers<int32_t>(b, [&](int64_t) { return Below(s); });
     if (Chance(4)) p.scale_factor = arrays_.Normal(stats_dtype(), b);
     if (Chance(4)) p.sinks = arrays_.Normal(stats_dtype(), b * n);
-    const int64_t run = 1 + Below(400);  // of keys with one id, or hidden together: whole tiles among them
+    const int64_t run = 1 + Below(400);  // keys with one id, or hidden together; may span whole tiles
     if (Chance(2)) {
       const auto id = [run](int64_t i) { return i / run % 3; };
       p.query_segment_ids = arrays_.Integers<int32_t>(b * t, id);
@@ -204,7 +204,7 @@ class Call {
     dlse_ = Chance(2) ? arrays_.Normal(stats_dtype(), b * t * n) : nullptr;
   }
 
-  // Everything that the kernels give; `fill` stands in the results before they are written.
+  // Returns all results of the kernels; `fill` is their content before they are written.
   Results Run(int64_t threads, InstructionSet set, int fill) const {
     const AttentionParams& p = params_;
     const int64_t rows = p.batch * p.seqlen_q * p.num_heads, keys = p.batch * p.seqlen_kv * p.num_kv_heads;
