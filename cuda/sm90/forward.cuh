@@ -546,13 +546,40 @@ struct ForwardConsumer {
     if constexpr (!Config::kRescaleLate) rescale_out();
   }
 
-  // The last p v of the tile, together with the first scores of the next one where that is possible: then
-  // true.
+  // ---- The end of a tile ----
+
+  // True if the next tile's first block is done but for its p v: then that block's scores were issued with
+  // this tile's last p v.
+  //
+  // Between the two, this consumer lets pass the blocks of keys that only other consumers' rows see: to_skip
+  // at the end of this tile and next_to_skip at the start of the next one, n in all.
+  //
+  //   stage    s          s + 1    ...      s + n    s + n + 1
+  //   keys     released   skipped  skipped  skipped  the next tile's first scores
+  //   values   last p v   skipped  skipped  skipped
+  //
+  // To skip a block is to wait until its keys and values have come, then to release both. Meanwhile this
+  // consumer has released all keys up to stage s, and all values but those of s. The tiles may overlap under
+  // three conditions:
+  //
+  // - n < kStages: the skipped values fill n buffers other than s, so the last values may stay in theirs.
+  //   With n = kStages the last skipped values would go to s. This consumer would wait for them before it
+  //   releases s, and their producer would wait for s.
+  // - to_skip < kStages: the next tile, and so next_to_skip, may be read before the rest of this tile is
+  //   skipped. As far as this consumer goes, the keys of that rest find free buffers, so their producer gets
+  //   to the point where it asks for the next tile. Otherwise that may depend on blocks which this consumer
+  //   has yet to skip.
+  // - Two stages of queries: the next tile's must be there while this tile's, or out in their place, still
+  //   are.
+  //
+  // The decision is no function of its own: as one, it made the compiler order the main loop's instructions
+  // differently.
   __device__ __forceinline__ bool end_tile() {
+    // ---- Leave the tile, but for what is needed to write out ----
     const int m_start = uniform(tile().m_start), head = uniform(tile().head), batch = uniform(tile().batch);
     const int to_skip = blocks.begin - uniform(tile().blocks.begin);
     const bool is_empty = blocks.is_empty();
-    if (is_empty) q_ring.wait_full(consumer);
+    if (is_empty) q_ring.wait_full(consumer);  // no product waited for q, whose place out may take
     const auto last_q = q_ring;
     q_ring.advance();
     if constexpr (Config::kOutBuffer) last_q.release_by_warp(consumer);
@@ -560,47 +587,44 @@ struct ForwardConsumer {
     tile_ring.advance();
     if constexpr (Config::kRescaleLate) rescale_out();
 
-    // The last values stay in their buffer meanwhile: there must be another one for each block that is
-    // skipped.
+    // ---- Decide ----
     bool is_overlapped = false;
     int next_to_skip = 0;
-    const bool may_join = Config::kQStages > 1 && !is_empty && to_skip < Config::kStages;
-    if (may_join) {
+    const bool reads_ahead = Config::kQStages > 1 && !is_empty && to_skip < Config::kStages;
+    if (reads_ahead) {
       has_tile = read_tile();
       next_to_skip = has_tile ? uniform(tile().blocks.end) - blocks.end : 0;
       is_overlapped = has_tile && !blocks.is_empty() && to_skip + next_to_skip < Config::kStages;
     }
+
+    // ---- The last p v, and the blocks to skip ----
     float scores[1][Config::kBlockN / 8][4];
     if (is_overlapped) {
-      const auto v_ring = shared.v_ring().at(k_ring);
-      k_ring.advance();
-      start_bias(blocks.end - 1);
-      skip(to_skip + next_to_skip);
-      overlapped_products(scores, v_ring);
+      products_overlapped(scores, to_skip, next_to_skip);
     } else {
-      if (!is_empty) last_values();
-      skip(to_skip);  // before this consumer's rows leave: the others wait for its turns
+      products_apart(is_empty, to_skip);
     }
-    // out takes q's place: a product reads q for all warps, so all must be done with it.
-    if constexpr (!Config::kOutBuffer) wait_group();
+
+    // ---- Out ----
+    if constexpr (!Config::kOutBuffer)
+      wait_group();  // out takes the place of q, which a product reads for all
     write_out(m_start, head, batch, last_q.stage);
-    if (is_overlapped) {
-      begin_rows();
-      prepare_pairs(blocks.end - 1);
-      soften</*kMasked=*/true>(scores, blocks.end - 1);
-      keep_probabilities(scores, blocks.end - 1);
-    }
+    if (is_overlapped) first_probabilities(scores);
     if constexpr (!Config::kOutBuffer) {
       if (lane_id() == 0) ptx::tensor_store_wait_read();
       last_q.release_by_warp(consumer);
     }
-    if (!may_join) has_tile = read_tile();
+    if (!reads_ahead) has_tile = read_tile();
     return is_overlapped;
   }
 
-  // The next tile's first scores and this tile's last p v.
-  __device__ __forceinline__ void overlapped_products(float (&scores)[1][Config::kBlockN / 8][4],
-                                                      const typename ForwardShared<Config>::KvRing& v_ring) {
+  // The next tile's first scores beside this tile's last p v.
+  __device__ __forceinline__ void products_overlapped(float (&scores)[1][Config::kBlockN / 8][4], int to_skip,
+                                                      int next_to_skip) {
+    const auto v_ring = shared.v_ring().at(k_ring);
+    k_ring.advance();
+    start_bias(blocks.end - 1);
+    skip(to_skip + next_to_skip);
     q_ring.wait_full(consumer);
     k_ring.wait_full();
     sQ = uniform(shared.sQ(q_ring.stage, 64 * consumer));
@@ -617,14 +641,26 @@ struct ForwardConsumer {
     v_ring.release_by_warpgroup();
   }
 
-  __device__ __forceinline__ void last_values() {
-    const auto v_ring = shared.v_ring().at(k_ring);
-    v_ring.wait_full();
-    issue_values(shared.sV(uniform(v_ring.stage)));
-    ptx::wgmma_wait<0>();
-    ptx::keep_in_place(out[0]);
-    v_ring.release_by_warpgroup();
-    k_ring.advance();
+  // This tile's last p v by itself.
+  __device__ __forceinline__ void products_apart(bool is_empty, int to_skip) {
+    if (!is_empty) {
+      const auto v_ring = shared.v_ring().at(k_ring);
+      v_ring.wait_full();
+      issue_values(shared.sV(uniform(v_ring.stage)));
+      ptx::wgmma_wait<0>();
+      ptx::keep_in_place(out[0]);
+      v_ring.release_by_warpgroup();
+      k_ring.advance();
+    }
+    skip(to_skip);  // now, not after out has left: the other consumers wait for this one's ping-pong
+  }
+
+  // After products_overlapped, when out has left its registers.
+  __device__ __forceinline__ void first_probabilities(float (&scores)[1][Config::kBlockN / 8][4]) {
+    begin_rows();
+    prepare_pairs(blocks.end - 1);
+    soften</*kMasked=*/true>(scores, blocks.end - 1);
+    keep_probabilities(scores, blocks.end - 1);
   }
 
   // ---- Normalise, write out and lse ----
