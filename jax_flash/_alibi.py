@@ -1,4 +1,4 @@
-"""Attention with linear biases, as one number a head."""
+"""Attention with linear biases: one number for each head."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jax.typing import ArrayLike
 class Alibi:
     """A bias that falls with the distance, for the `bias` of `flash_attention` (https://arxiv.org/abs/2108.12409).
 
-    Query i of head n has -slopes[n] * abs(i + query_offset - j) added to its scaled logit for key j. The kernels
-    compute it where it is needed: there is no array of T x S.
+    Adds -slopes[n] * abs(i + query_offset - j) to the scaled logit of query i and key j in head n. The kernels
+    compute it on the fly, without an array of T x S.
 
     Args:
       slopes: floating-point array [N]. Differentiable. The paper's, for N a power of two, are 2^(-8 (n + 1) / N).

@@ -13,8 +13,8 @@ import numpy as np
 # Wider than any sequence, and still far from overflowing the kernels' 64-bit index arithmetic.
 _WIDEST_WINDOW = 2**31 - 1
 
-# What each dot algorithm is worth to a float32 product, on the scale of jax.lax.Precision (0, 1, 2);
-# algorithms that are not listed round float32 operands once and count as the default.
+# The precision of a float32 product by each dot algorithm, as a level of jax.lax.Precision (0, 1, 2).
+# Unlisted algorithms round float32 operands once: level 0.
 _ALGORITHM_LEVELS = {
     "BF16_BF16_F32_X3": 1,
     "TF32_TF32_F32_X3": 1,
@@ -38,7 +38,7 @@ class AttentionOptions:
     window_left: int  # keys further than this before i + query_offset are not visible; -1: no limit
     window_right: int  # keys further than this after i + query_offset are not visible; -1: no limit
     logits_soft_cap: float  # c > 0: logits become c * tanh(logit / c); 0: no cap
-    dropout_rate: float  # the part of the probabilities that becomes 0
+    dropout_rate: float  # share of the probabilities that becomes 0
     precision: int  # of float32 products: 0 default, 1 high, 2 highest
     deterministic: bool  # the backward pass sums in a fixed order
 
@@ -99,7 +99,7 @@ def static_float(name: str, value: Any) -> float:
 
 
 def describe(value: Any) -> str:
-    """What a wrong argument is, in a few words, for an error message."""
+    """Describes a wrong argument in a few words, for an error message."""
     if isinstance(value, jax.Array | np.ndarray):
         return f"an array of dtype {value.dtype} and shape {value.shape}"
     return f"{value!r} of type {type(value).__name__}"
@@ -143,7 +143,7 @@ def _dropout_rate(rate: Any) -> float:
 
 
 def _precision_level(precision: Any) -> int:
-    """Maps what jax.lax takes as a precision to 0, 1 or 2; of a pair, the more exact counts."""
+    """The level, 0, 1 or 2, of any precision that jax.lax takes; the more exact one of a pair."""
     if precision is None:
         precision = jax.config.jax_default_matmul_precision
         if precision is None:

@@ -1,7 +1,6 @@
-"""What `custom_partitioning` leaves to its users: shard_map over some mesh axes, and keys of the compilation cache.
+"""Beyond `custom_partitioning`: shard_map over some mesh axes, and stable keys in the compilation cache.
 
-The private parts of JAX that this package needs are imported here and nowhere else. Each may go; then what it is for is
-lost, and nothing else.
+All private parts of JAX that this package needs are imported here. If one disappears, only its feature is lost.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from jax.sharding import Mesh
 from . import _library
 
 try:
-    # jit gives a lowering rule the devices, which custom_partitioning needs, only for the primitives in this set.
+    # custom_partitioning needs the devices, which jit passes only to lowering rules of the primitives in this set.
     from jax._src.dispatch import prim_requires_devices_during_lowering as _needs_devices
 except ImportError:
     _needs_devices = None
@@ -35,9 +34,9 @@ except ImportError:
 try:
     from jax._src.custom_partitioning import _sharding_callbacks
 except ImportError:
-    _sharding_callbacks = None  # programs are partitioned, and compiled anew by each process
+    _sharding_callbacks = None  # programs are partitioned, but every process compiles them anew
 
-_PREFIX = "jax_flash "  # of the names that are ours
+_PREFIX = "jax_flash "  # of the names given here
 
 CAN_PARTITION = _needs_devices is not None
 
@@ -45,9 +44,9 @@ CAN_PARTITION = _needs_devices is not None
 def register_lowering(primitive: Primitive, call: Callable) -> None:
     """Lowers `primitive` by `call(whole_mesh, *args, **params)`, which may bind one custom_partitioning.
 
-    `whole_mesh` is None unless some mesh axes are manual, in a shard_map over them, and others are left to the
-    compiler. Then the partitioning rule is asked about a mesh of the others, as XLA sees each group of devices along
-    them, but its collectives run on the whole one: this is the mesh that the rule must return.
+    `whole_mesh` is None unless a shard_map makes some mesh axes manual and leaves others to the compiler. XLA then
+    asks the partitioning rule about a mesh of the others only, but the rule's collectives run on the whole mesh, which
+    it must return.
     """
 
     def lower(ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any):
@@ -71,19 +70,19 @@ def _partly_manual(axis_context: Any) -> tuple[Mesh | None, Mesh | None]:
     auto = tuple(name for name in mesh.axis_names if name not in manual) if isinstance(mesh, Mesh) else ()
     if not manual or not auto:
         return None, None
-    # Any of the groups: only the places of the devices count.
+    # Any group along the other axes will do: only the positions of the devices count.
     devices = mesh.devices[tuple(0 if name in manual else slice(None) for name in mesh.axis_names)]
     return mesh, Mesh(devices, auto)
 
 
 @contextlib.contextmanager
 def _current(mesh: Mesh | None) -> Iterator[None]:
-    """Makes `mesh` the one that custom_partitioning takes where the program's own has manual axes."""
+    """Makes `mesh` current: custom_partitioning takes it if the program's own mesh has manual axes."""
     if mesh is None:
         yield
         return
     with warnings.catch_warnings():
-        # What is to replace it, jax.set_mesh, custom_partitioning does not look at.
+        # custom_partitioning does not look at its replacement, jax.set_mesh.
         warnings.simplefilter("ignore", DeprecationWarning)
         mesh.__enter__()
     try:
@@ -96,7 +95,7 @@ def _current(mesh: Mesh | None) -> Iterator[None]:
 
 
 def _partitioned_calls(values: Iterable[ir.Value], depth: int = 4) -> Iterator[ir.Operation]:
-    """The call that gave the values, behind the few operations that may follow it; none where there is one device."""
+    """The call that produced the values, through the few operations that may follow it; none on one device."""
     for value in values:
         op = value.owner
         if isinstance(op, ir.Block):  # an argument
@@ -108,11 +107,11 @@ def _partitioned_calls(values: Iterable[ir.Value], depth: int = 4) -> Iterator[i
 
 
 def _name_stably(op: ir.Operation, ctx: mlir.LoweringRuleContext, call: str) -> None:
-    """Names a call that custom_partitioning made after what it does.
+    """Renames a call made by custom_partitioning after everything it depends on.
 
-    JAX names it after the address of a Python object, which is then part of the program's key in the persistent
-    compilation cache: no other process would ever find it there. To leave the name out of the key, as JAX can be told
-    to, would let calls of equal shapes and different options pass for each other.
+    JAX names it after the address of a Python object. The name is part of the program's key in the persistent
+    compilation cache, so no other process would find the program. JAX can leave the name out of the key, but then
+    calls with equal shapes and different options would share an entry.
     """
     name = ir.StringAttr(op.attributes["backend_config"]).value
     info = None if _sharding_callbacks is None else _sharding_callbacks.get(name.encode())
@@ -132,14 +131,14 @@ def _name_stably(op: ir.Operation, ctx: mlir.LoweringRuleContext, call: str) -> 
         module_context.platforms,
     )
     stable = _PREFIX + hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
-    # The first of equal ones serves all, and lives as long as any program that names it.
+    # The first of several equal callbacks serves all, and lives as long as any program that names it.
     module_context.add_keepalive(_sharding_callbacks.setdefault(stable.encode(), info))
     op.attributes["backend_config"] = ir.StringAttr.get(stable)
 
 
 @functools.cache
 def _fingerprint() -> str:
-    """Of this code and its library: what they make of a call is not in the program that is looked up."""
+    """A hash of this code and its library, which decide what a call becomes but are not part of the program."""
     digest = hashlib.sha256(_library.description())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

@@ -42,36 +42,35 @@ def attention_fn(
 
     It computes what flax's own attention computes, in training and in decoding, with two differences:
 
-    - A row that sees no key has output 0 and zero gradients. (Flax gives it the mean of all values.)
-    - Dropout keeps other weights, as its bits come from another generator, and it decides for each batch element
-      and head apart. (Flax has one decision for all of them, unless `broadcast_dropout` is False.)
+    - A fully masked row has output 0 and zero gradients. (Flax gives it the mean of all values.)
+    - Dropout keeps other weights, since its bits come from another generator, and draws for each batch element and
+      head. (Flax draws once for all of them, unless `broadcast_dropout` is False.)
 
-    Every parameter that flax knows is named, because linen silently drops those that are not; what the kernels do
-    not support is refused.
+    All parameters of flax are listed, because linen silently drops unlisted ones. Those that the kernels do not
+    support are refused.
 
-    A causal layer needs no mask, which is an array of T x S that has to be written and read: give linen
-    `functools.partial(attention_fn, is_causal=True)`, and call an nnx layer with `is_causal=True`. In versions of
-    flax whose nnx layer does not take `is_causal`, give it the partial too; in those whose layer does, it always
-    passes `is_causal` on, and so silently overrides that of a partial. A layer that decodes is to have neither:
-    flax makes a mask of what is in the cache.
+    A causal layer needs no mask, an array of T x S to write and read. Give linen
+    `functools.partial(attention_fn, is_causal=True)`, and call an nnx layer with `is_causal=True`. An nnx layer that
+    takes `is_causal` always passes it on and silently overrides that of a partial; in versions of flax whose layer does
+    not take it, pass the partial. A layer that decodes must have neither: flax masks the unused part of the cache.
 
-    Flax's layers pass no bias: `functools.partial(attention_fn, bias=bias)` does.
+    Flax's layers pass no bias; `functools.partial(attention_fn, bias=bias)` adds one.
 
     Args:
       query: [..., T, N, H], with any batch axes.
       key: [..., S, K, H].
       value: [..., S, K, Hv].
-      bias: broadcastable to [..., N, T, S]: added to the scaled logits, differentiable. Or :class:`jax_flash.Alibi`,
-        which counts the first query of each call as position 0, and so is not for decoding.
-      mask: of any dtype, broadcastable to [..., N, T, S]: the key is visible where it is not 0.
-      broadcast_dropout: without effect: see above.
-      dropout_rng: the PRNG key of the dropout; may be None where there is none.
-      dropout_rate: as of `flash_attention`; 0 if deterministic.
+      bias: array broadcastable to [..., N, T, S], added to the scaled logits, differentiable; or
+        :class:`jax_flash.Alibi`, which takes the first query of each call as position 0, so not for decoding.
+      mask: array of any dtype, broadcastable to [..., N, T, S]; nonzero where the key is visible.
+      broadcast_dropout: without effect, see above.
+      dropout_rng: PRNG key of the dropout; may be None without dropout.
+      dropout_rate: as in `flash_attention`; ignored if `deterministic`.
       deterministic: whether dropout is off, as in flax. (Not the option of `flash_attention`.)
-      dtype: the dtype to compute in; None: the one that query, key and value promote to.
-      precision: as of `flash_attention`.
-      module: not supported: the attention weights that it would record are never written.
-      is_causal: whether query i sees only the keys j <= i, of those that the mask shows.
+      dtype: dtype to compute in; None: the result type of query, key and value.
+      precision: as in `flash_attention`.
+      module: not supported: it would record the attention weights, which are never materialized.
+      is_causal: whether query i sees only keys j <= i, among those that the mask shows.
       force_fp32_for_softmax: without effect: the softmax is always computed in at least float32.
       qk_attn_weights_einsum: not supported.
       attn_weights_value_einsum: not supported.
@@ -82,11 +81,11 @@ def attention_fn(
 
     Raises:
       NotImplementedError: an argument that is not supported was given.
-      TypeError: as `flash_attention`.
-      ValueError: as `flash_attention`; also `is_causal` in decoding.
+      TypeError: as for `flash_attention`.
+      ValueError: as for `flash_attention`; also `is_causal` in decoding.
     """
     refusals = {
-        "module": "the attention weights are never written, so sow_weights cannot record them",
+        "module": "the attention weights are never materialized, so sow_weights cannot record them",
         "qk_attn_weights_einsum": "the kernels have their own products",
         "attn_weights_value_einsum": "the kernels have their own products",
         "input_positions": "the kernels apply no position embedding",
@@ -102,7 +101,7 @@ def attention_fn(
         raise ValueError(f"query must have shape [..., T, N, H], got shape {list(query.shape)}.")
     *batch, seqlen_q, num_heads, _ = query.shape
     for name, x in (("key", key), ("value", value)):
-        # Here, as batch axes that differ may well have one product.
+        # Checked before they are folded: different batch axes may have the same product.
         if x.shape[:-3] != query.shape[:-3] or x.ndim != query.ndim:
             raise ValueError(
                 f"{name} must have query's batch axes {batch}, got shape {list(x.shape)} with query's "
@@ -112,7 +111,7 @@ def attention_fn(
     if is_causal and mask is not None and seqlen_q == 1 < key.shape[-3]:
         raise ValueError(
             f"is_causal must be False in decoding, got True for one query and {key.shape[-3]} keys: the query would "
-            "see the first key alone. Flax's mask of the cache is enough."
+            "see only the first key. Flax's mask of the cache suffices."
         )
     if bias is not None and not isinstance(bias, Alibi):
         bias = _fold_batch("bias", jnp.asarray(bias), scores)
@@ -138,7 +137,7 @@ def attention_fn(
 def _fold_batch(name: str, x: jax.Array, scores: tuple[int, ...]) -> jax.Array:
     """An array that is broadcastable to [..., N, T, S], with at most one batch axis."""
     if not is_broadcastable(x.shape, scores):
-        # Here, as flash_attention sees the batch axes as one and could not name the shape that was passed.
+        # Checked before it is folded: flash_attention could not name the shape as passed.
         raise ValueError(
             f"{name} must be broadcastable to [..., N, T, S] = {list(scores)}, got shape {list(x.shape)}."
         )
