@@ -1,18 +1,18 @@
-// Barriers between the warps of a block: mbarriers in shared memory, which copies can complete, and the
-// numbered ones of the hardware. And the registers that warpgroups hand to each other.
+// Barriers between the warps of a thread block: mbarriers in shared memory, which copies can complete, and
+// the hardware's named barriers. Also setmaxnreg, by which warpgroups hand registers to each other.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_flash::cuda::ptx {
 
-// An mbarrier completes a phase when `arrivals` have arrived and all bytes expected have come. A waiter names
-// the parity of the phase that it waits for; a fresh barrier passes those who wait for parity 1.
+// An mbarrier completes a phase after `arrivals` arrivals, when all expected bytes have been copied. A waiter
+// names the parity of the phase that it waits for. On a fresh barrier, a wait for parity 1 returns at once.
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-// Makes the barriers that this thread has set up known to the copy engine; __syncthreads() must follow.
+// Makes barriers that this thread has initialized visible to the copy engine. __syncthreads() must follow.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -21,7 +21,7 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and has the phase wait for `bytes` of copies, too.
+// Arrives, and makes the phase wait for `bytes` of copies as well.
 __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -39,7 +39,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
-// True in one lane of a converged warp, of which the compiler then knows that it is alone.
+// True in one lane of a converged warp. The compiler then knows that a single lane runs what follows.
 __device__ __forceinline__ bool elect_one() {
   uint32_t is_elected;
   asm volatile(
@@ -52,7 +52,8 @@ __device__ __forceinline__ bool elect_one() {
   return is_elected;
 }
 
-// Hardware barrier `id` (1 to 15; 0 is __syncthreads') completes when `threads` have arrived or are waiting.
+// Named barrier `id` (1 to 15; __syncthreads has 0) completes when `threads` threads have arrived or are
+// waiting.
 __device__ __forceinline__ void named_barrier_wait(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -61,7 +62,8 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Gives registers of this warpgroup back to the block's pool, or takes some, waiting until it has enough.
+// Returns registers of this warpgroup to the thread block's pool, or takes some and waits until there are
+// enough.
 template <int kRegisters>
 __device__ __forceinline__ void release_registers() {
   static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);

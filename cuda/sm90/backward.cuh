@@ -1,17 +1,72 @@
-// Backward attention for Hopper (compute capability 9.0a): wgmma products, copies by TMA, specialised warps,
-// in the order of Shah et al., FlashAttention-3, arXiv:2407.08608.
+// Backward attention for Hopper (compute capability 9.0a): wgmma products, TMA copies, specialized warps, in
+// the order of Shah et al., FlashAttention-3, arXiv:2407.08608.
 //
-// A block keeps 128 rows of k and v of one key head, and the float32 sums of their gradients in registers; it
-// walks the blocks of queries that may see them, in every query head of the group, recomputes the
-// probabilities from lse and adds
+// dK/dV split over keys: a thread block owns 128 rows of k and v of one key head (64 above head dim 128) and
+// keeps the float32 sums dk and dv in registers. It walks the blocks of queries that may see them, in every
+// query head of the group, recomputes the probabilities from lse and adds
+//
 //   dv += p^T dout        ds = p * (dout v^T - delta)        dk += ds^T q        dq += ds k
-// Scores are formed transposed, 64 keys in each of two warpgroups, so that p^T and ds^T are operands as they
-// lie in registers. Only dq needs ds of both: it goes through shared memory. Head dims beyond 128 leave no
-// registers for that many keys: there both warpgroups share 64 keys, form the scores of half of the queries
-// each, and own half of the columns of dk and dv, so that p^T and ds^T go through shared memory.
 //
-// dq, which other blocks share, is added to dq_accum by the copy engine, or left to backward_dq: when
-// deterministic, and where that is faster.
+// Scores are transposed, 64 keys in each of two consumer warpgroups, so that p^T and ds^T are operands as
+// they lie in registers. Only dq needs ds of both consumers: it goes through shared memory. Above head dim
+// 128, dk and dv of that many keys do not fit in registers. There both consumers share 64 keys, compute the
+// scores of half of the queries each, and own half of the columns of dk and dv, so that p^T and ds^T go
+// through shared memory.
+//
+// dq, which other blocks share, is added to dq_accum by the copy engine (kWithDq), or left to
+// backward_dq.cuh: when deterministic, and where that is faster.
+//
+//   warp 0      draws the next item; loads k, then q
+//   warp 1      loads v, then dout
+//   warp 2      loads lse and delta
+//   warps 4...  two consumers
+//
+// Timeline of one consumer, with dq: the last blocks of queries 1 and 2 of a tile t, and the first block 0 of
+// the next tile u. S issues q k^T, D issues dout v^T, dV, dQ and dK the three products above; "|" is bar 1,
+// where the consumers meet.
+//
+//   warps 0-2      q2, dout2, lse2, delta2         k(u), v(u)           q0, dout0, ...
+//   tensor cores   S1 D1           dV1   dQ1 dK1   S2 D2           dV2   dQ2 dK2                     S0 D0
+//   other units        p1   ds1        |     add dq1   p2   ds2        |     add dq2 | dk, dv out        p0
+//                                                                                    ^ tile boundary
+//
+// With one stage of keys and values, k(u) and v(u) load behind the tile boundary.
+//
+// Barriers. A ring has "full" and "empty" for each of its stages (ring.cuh). With TMA, a phase of "full" also
+// waits for the bytes; "bar" is a hardware barrier.
+//
+//   barrier      arrivals a phase               one phase        who waits   what it protects
+//   q full       2: warp 0 and warp 2, with     block of         consumers   q; its lse and delta
+//                TMA                            queries
+//   q empty      256: each consumer thread, as  block of         warps 0, 2  the same, until dk += ds^T q is
+//                each reads lse and delta by    queries                      done
+//                itself
+//   dout full    1: warp 1, with TMA            block of         consumers   dout
+//                                               queries
+//   dout empty   2: a thread of each consumer   block of         warp 1      the same, until dv += p^T dout
+//                                               queries                      is done
+//   kv full, in  1: warp 0 for k, warp 1 for    tile             consumers   k; v
+//   two parts    v, with TMA; without where no
+//                query sees them
+//   kv empty     with dq 2: a thread of each    tile             warps 0, 1  k and v, until their products
+//                consumer; else 8: a lane of                                 are done and, without dq, until
+//                each consumer warp                                          dk and dv have left from their
+//                                                                            place
+//   tail         1: warp 0 or 1, with TMA       block with rows  that warp   rows that it then fills with
+//                                               that do not                  zeros, before it arrives at
+//                                               count                        full itself
+//   item full    1: warp 0                      item             all other   the number of an item
+//                                                                warps       (item_ring.cuh)
+//   item empty   10: a lane of warps 1 and 2    item             warp 0      the same, until all have read
+//                and of each consumer warp                                   it
+//   bar 1        256: both consumers            block of         both        ds, and p^T where it is shared,
+//                                               queries, but                 until both have written it; at
+//                                               for kByKeys                  a tile's end, what dk and dv
+//                                               without dq;                  overwrite
+//                                               tile
+//   bar 2        256: both consumers            tile, with dq    both        dk, which leaves from the place
+//                                                                            of ds, until the next tile's
+//                                                                            first ds is written
 #pragma once
 
 #include <cuda.h>
@@ -45,7 +100,7 @@
 #include "visibility.cuh"
 
 namespace jax_flash::cuda {
-using backward_params = BackwardParams;
+using backward_params = BackwardParams;  // by the direction's name, for kernel.cu.in and dispatch.cu
 }
 
 namespace jax_flash::cuda::sm90 {
@@ -116,7 +171,7 @@ struct BackwardConfig {
   static constexpr int kQueries = kByKeys ? kBlockM : kBlockM / 2;    // of a consumer's scores
   static constexpr int kColumns = kByKeys ? kHeadDim : kHeadDim / 2;  // of a consumer's dk and dv
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
-  // What the block was launched with, 168 a thread, dealt out anew.
+  // setmaxnreg redistributes the 168 registers a thread that the block was launched with.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   // A consumer's part of dq [kBlockM, kHeadDim] is 64 rows: the upper or lower ones, or the left or right
   // half.
@@ -284,7 +339,7 @@ struct BackwardLoader {
     kv_ring.advance();
     __syncwarp();
     if (work.all_blocks == 0) {
-      // Consumers wait all the same: one that went ahead would free k and v twice before this warp looks.
+      // Consumers wait all the same: one that did not could release k and v twice before this warp looks.
       if (ptx::elect_one()) ptx::barrier_arrive(full_kv);
       return;
     }
@@ -492,8 +547,8 @@ struct BackwardConsumer {
     for (int nt = 0; nt < kQueries / 8; ++nt) {
       float (&tile)[4] = scores[0][nt];
       float slope[4];
-      if constexpr (Config::kPolicy
-                        .is_general()) {  // only now: a register for each slope is more than there are
+      // Only now: there are no registers for all slopes.
+      if constexpr (Config::kPolicy.is_general()) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           slope[i] = arguments.logit.transform == LogitScale::kSoftCap ? soft_cap_slope(tile[i]) : 1;
@@ -525,7 +580,7 @@ struct BackwardConsumer {
     // ---- dv += p^T dout, dq += ds k, dk += ds^T q ----
     if constexpr (kByKeys) {
       if constexpr (Config::kWithDq) {
-        if (is_first) {  // dk of the tile before has left the place of ds
+        if (is_first) {  // the last tile's dk leaves from the place of ds: both consumers' must have gone
           if (ptx::elect_one()) ptx::tensor_store_wait_read();
           ptx::named_barrier_wait(2, 256);
           is_first = false;
@@ -558,13 +613,13 @@ struct BackwardConsumer {
     }
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(dk[0]);
-    // Lse and delta were read by ordinary loads, so each thread speaks for itself.
+    // Each thread has read lse and delta by ordinary loads, so each arrives for itself.
     q.release();
     q_ring.advance();
     ds_stage ^= 1;
   }
 
-  // What both consumers have put into shared memory is there for the products of both.
+  // Makes what both consumers have written to shared memory visible to the products of both.
   __device__ __forceinline__ void exchange() {
     ptx::async_proxy_fence();
     ptx::named_barrier_wait(1, 256);
@@ -672,7 +727,7 @@ struct BackwardConsumer {
   // ---- Write dk and dv; keys beyond the length get zeros ----
 
   __device__ __forceinline__ void write_out(const BackwardTileWork<Config>& work) {
-    ptx::named_barrier_wait(1, 256);  // dq needs all of k and ds
+    ptx::named_barrier_wait(1, 256);  // both consumers' products have read what dk and dv overwrite
     if (Config::kWithDq) kv_ring.release_by_warpgroup();
     const BackwardParams& params = arguments.params;
     const int row0 = work.n_start + warp_row();

@@ -1,10 +1,45 @@
 // The gradient of a bias that has queries and keys, on Hopper: ds, summed over the batch elements and heads
-// that share it, without additions to global memory.
+// that share the bias, without additions to global memory. Other shapes of bias are left to the portable
+// kernel.
 //
-// A block stays for the whole launch and takes tiles of 128 queries by 128 keys of the sums, whose items
-// (batch elements and heads) come one after the other through rings of buffers. Two warpgroups keep the sums
-// of 64 queries each in registers, and form scores and dp of 64 keys at a time. Other shapes of bias are left
-// to the portable kernel.
+// A thread block stays for the whole launch and computes tiles of 128 queries by 128 keys of the sums. The
+// items of a tile, batch elements and heads, come through the rings one after the other. Each of two consumer
+// warpgroups keeps the sums of 64 queries in registers, and computes scores and dp of 64 keys, a part, at a
+// time.
+//
+//   warp 0      draws the next tile; loads q and dout
+//   warp 1      loads keys and values
+//   warps 4...  two consumers
+//
+// Timeline of one consumer: the last item of a tile t and the first item of the next tile u, with parts 0 and
+// 1 of the keys. S issues q k^T, D issues dout v^T. The other consumer does the same without waiting for this
+// one.
+//
+//   warp 0                             q(u), dout(u)
+//   warp 1         k1, v1              k0(u), v0(u)                       k1(u), v1(u)
+//   tensor cores   S0 D0               S1 D1                            S0(u) D0(u)
+//   other units        p0, sums += ds0     p1, sums += ds1 | sums out         p0, sums += ds0
+//                                                          ^ tile boundary
+//
+// Barriers. A ring has "full" and "empty" for each of its stages (ring.cuh). With TMA, a phase of "full" also
+// waits for the bytes; "bar" is a hardware barrier.
+//
+//   barrier      arrivals a phase               one phase        who waits   what it protects
+//   q full       2: warp 0, for q and for       item             consumers   q and dout
+//                dout, with TMA
+//   q empty      2: a thread of each consumer   item             warp 0      the same, until the products of
+//                                                                            all parts are done
+//   kv full, in  1: warp 1, for keys and for    part of the      consumers   keys; values
+//   two parts    values, with TMA               keys
+//   kv empty     2: a thread of each consumer   part of the      warp 1      the same, until both products
+//                                               keys                         are done
+//   tail         1: warp 0 or 1, with TMA       block with rows  that warp   rows that it then fills with
+//                                               that do not                  zeros, before it arrives at
+//                                               count                        full itself
+//   item full    1: warp 0                      tile             all other   the number of a tile
+//                                                                warps       (item_ring.cuh)
+//   item empty   9: a lane of warp 1 and of     tile             warp 0      the same, until all have read
+//                each consumer warp                                          it
 #pragma once
 
 #include <cuda.h>
@@ -36,7 +71,7 @@
 #include "softmax.cuh"
 
 namespace jax_flash::cuda {
-using backward_bias_params = BackwardParams;
+using backward_bias_params = BackwardParams;  // by the direction's name, for kernel.cu.in and dispatch.cu
 }
 
 namespace jax_flash::cuda::sm90 {

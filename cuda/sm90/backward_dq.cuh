@@ -1,7 +1,39 @@
 // dq alone, without additions to global memory: the second half of the deterministic backward on Hopper.
 //
-// A block owns 64 rows of dq for each of its consumers, of one head, and walks the visible blocks of keys; p,
-// dp and ds stay in a warp's registers and ds is the first operand of dq += ds k as it lies there.
+// A thread block owns one tile, 64 rows of dq of one head for each of its two consumers, and walks the
+// visible blocks of keys from the last to the first. p, dp and ds stay in a warp's registers, and ds is the
+// first operand of dq += ds k as it lies there.
+//
+//   warp 0      loads q, then keys
+//   warp 1      loads dout, then values
+//   warps 4...  two consumers
+//
+// Timeline of one consumer: the last blocks of keys 1 and 0, and the end of the tile, where the hardware
+// starts the next thread block. S issues q k^T, D issues dout v^T, dQ issues dq += ds k. The other consumer
+// does the same without waiting for this one.
+//
+//   warps 0, 1     k0, v0
+//   tensor cores   S1 D1           dQ1   S0 D0           dQ0
+//   other units        p1     ds1            p0     ds0       | dq to the place of q, and out
+//                                                             ^ end of the tile
+//
+// Barriers. A ring has "full" and "empty" for each of its stages (ring.cuh). With TMA, a phase of "full" also
+// waits for the bytes; "bar" is a hardware barrier.
+//
+//   barrier      arrivals a phase               one phase        who waits   what it protects
+//   q_full       1: warp 0, with TMA            the only one     consumers   q
+//   dout_full    1: warp 1, with TMA            the only one     consumers   dout
+//   k full       1: warp 0, with TMA            block of keys    consumers   keys
+//   k empty      2: a thread of each consumer   block of keys    warp 0      the same, until dq += ds k is
+//                                                                            done
+//   v full       1: warp 1, with TMA            block of keys    consumers   values
+//   v empty      2: a thread of each consumer   block of keys    warp 1      the same, until dout v^T is
+//                                                                            done
+//   tail         1: warp 0 or 1, with TMA       block with rows  that warp   rows that it then fills with
+//                                               that do not                  zeros, before it arrives at
+//                                               count                        full itself
+//   bar 1 + c    128: consumer c                the only one     consumer c  q, which a product reads for
+//                                                                            all four warps, from dq
 #pragma once
 
 #include <cuda.h>
@@ -31,7 +63,7 @@
 #include "visibility.cuh"
 
 namespace jax_flash::cuda {
-using backward_dq_params = BackwardParams;
+using backward_dq_params = BackwardParams;  // by the direction's name, for kernel.cu.in and dispatch.cu
 }
 
 namespace jax_flash::cuda::sm90 {
@@ -150,7 +182,7 @@ __device__ __forceinline__ void load_for_dq(const BackwardDqArguments& arguments
   auto tile = [&](int stage) { return kIsKeys ? shared.sK(stage) : shared.sV(stage); };
   keys.template load<kBlockN>(tile(0), ring.full(), work.kv_head, work.keys.start(work.keys.count - 1));
   if constexpr (Config::kBlockN < kVisibilityBlock) {
-    // More than one block of a list may have a tail.
+    // More than one block of a list may have a tail, so the whole warp loads.
 #pragma unroll 1
     for (int n = work.keys.count - 2; n >= 0; --n) {
       ring.advance();
@@ -276,7 +308,7 @@ struct BackwardDqConsumer {
     k_ring.advance();
   }
 
-  // ---- Write dq to where q was; rows that see no key get zeros ----
+  // ---- Write dq, by way of the place of q; fully masked rows get zeros ----
 
   __device__ __forceinline__ void write_out() {
     ptx::named_barrier_wait(1 + consumer, 128);  // a product reads q for all warps
@@ -286,7 +318,7 @@ struct BackwardDqConsumer {
     for (int h = 0; h < 2; ++h) {
       const int row = row0 + accumulator_row(0, h);
       factor[h] = arguments.logit.scale;
-      // In a row that sees no key, others of its tile may have left 0 * NaN.
+      // In a fully masked row there may be 0 * NaN of a key.
       const bool is_hidden = Config::Keys::kMayBeListed && lse_log2[h] == INFINITY;
       if (work.mask.first_key(row) <= work.mask.last_key(row) && !is_hidden) continue;
 #pragma unroll

@@ -1,11 +1,60 @@
-// Forward attention for Hopper (compute capability 9.0a): wgmma products, copies by TMA, specialised warps
-// (Shah et al., FlashAttention-3, arXiv:2407.08608).
+// Forward attention for Hopper (compute capability 9.0a): wgmma products, TMA copies, specialized warps (Shah
+// et al., FlashAttention-3, arXiv:2407.08608).
 //
-// A block has a warpgroup of producers and kConsumers that compute, 64 rows of a tile each, and stays for the
-// whole launch (schedule.cuh). A consumer issues the scores of the next block of keys together with the
-// product p v of the last one, and works out the softmax of the new scores while p v still runs. With the
-// last p v of a tile it issues the first scores of the next tile. With some tiles, consumers take turns at
-// issuing products, so that one's softmax falls into the others' products.
+// A thread block stays for the whole launch and computes one tile of query rows after the other
+// (schedule.cuh). A warpgroup of producers loads; each of kConsumers warpgroups computes 64 rows of the tile:
+//
+//   warp 0      scheduler: draws the next tile and loads its queries
+//   warps 1, 2  load keys; load values
+//   warps 4...  consumers: scores, softmax, out
+//
+// A consumer walks the tile's blocks of keys from the last to the first. It issues the scores of a block
+// together with p v of the block before, and computes the softmax while p v still runs. Two more overlaps
+// keep the tensor cores busy: ping-pong between consumers, and overlap across tiles (end_tile).
+//
+// Timeline: two consumers, the last blocks of keys 1 and 0 of a tile t, and the first blocks 3 and 2 of the
+// next tile u. S1 issues the scores of block 1, V2 issues p v of block 2; ping-pong hands over between
+// columns.
+//
+//   warp 0                   q(u)
+//   warp 1                   k0                        k3(u)                     k2(u)
+//   warp 2                   v1                        v0                        v3(u)
+//   consumer 0  S1, V2       softmax 1    S0, V1       softmax 0    S3(u), V0    out, soft 3  S2(u), V3(u)
+//   consumer 1               S1, V2       softmax 1    S0, V1       softmax 0    S3(u), V0    out, soft 3
+//                                                                   ^ consumer 0 crosses the tile boundary
+//
+// Barriers. A ring has "full" and "empty" for each of its stages (ring.cuh). With TMA, a phase of "full" also
+// waits for the bytes; "bar" is a hardware barrier.
+//
+//   barrier      arrivals a phase               one phase        who waits   what it protects
+//   tile full    1: scheduler                   tile             warps 1,    the description of a tile
+//                                                                2,          (WorkTile)
+//                                                                consumers
+//   tile empty   2 + 4 kConsumers: a lane of    tile             scheduler   the same, until all have read
+//                warps 1 and 2 and of each                                   it
+//                consumer warp
+//   q full       1: scheduler, with TMA         tile, for each   that        a consumer's 64 rows of q
+//                                               consumer         consumer
+//   q empty      4: a lane of each of the       tile, for each   scheduler   the same, and out where it
+//                consumer's warps               consumer                     takes their place
+//   k full       1: warp 1, with TMA            block of keys    consumers   keys
+//   k empty      kConsumers: a thread of each   block of keys    warp 1      the same, until the scores are
+//                                                                            done
+//   v full       1: warp 2, with TMA, or after  block of keys    consumers   values
+//                it has filled a tail with
+//                zeros
+//   v empty      kConsumers: a thread of each   block of keys    warp 2      the same, until p v is done
+//   v_tail       1: warp 2, with TMA            block with keys  warp 2      values that it then fills with
+//                                               that do not                  zeros, before it arrives at v
+//                                               count                        full
+//   tile_wanted  1: warp 1, some blocks before  tile             scheduler   nothing: the next tile's
+//                the tile's end                                              number, so that it is not drawn
+//                                                                            too early
+//   bar 1 + c    256: consumer c waits, the     block of keys    consumer c  the order in which consumers
+//                one before it arrives                                       issue products (kPingPong)
+//   bar 1 +      128: consumer c waits          skipped block;   consumer c  a late warp from missing a
+//   kConsumers                                  tile without a               phase; q, which a product reads
+//   + c                                         buffer for out               for all four warps, from out
 #pragma once
 
 #include <cuda.h>
@@ -35,7 +84,7 @@
 #include "visibility.cuh"
 
 namespace jax_flash::cuda {
-using forward_params = ForwardParams;
+using forward_params = ForwardParams;  // by the direction's name, for kernel.cu.in and dispatch.cu
 }
 
 namespace jax_flash::cuda::sm90 {
@@ -62,22 +111,24 @@ struct ForwardConfig {
   static constexpr int kStages = kTile.stages, kQStages = kTile.q_stages;
   static constexpr bool kPingPong = kTile.ping_pong;
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  // What the block was launched with, 168, 128 or 96 a thread, dealt out anew.
+  // setmaxnreg redistributes the 168, 128 or 96 registers a thread that the block was launched with.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : kConsumers == 3 ? 32 : 24;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
-  // While p v runs, out cannot be rescaled. With few registers that is done as soon as it has ended; with
-  // many to rescale it is done while the next scores are formed.
+  // out cannot be rescaled while p v runs. A small out is rescaled as soon as p v has ended, a large one
+  // while the next scores are computed.
   static constexpr bool kRescaleLate = kHeadDim > 128;
 
   using Keys = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/true, kBlockM, kBlockN>;
   using Tile = WorkTile<Keys, kConsumers>;
 
-  // Shared memory: tiles of kChunks times [rows, 64] elements, swizzled.
+  // Shared memory, in this order: q [kQStages, kBlockM, kHeadDim], k and v [kStages, kBlockN, kHeadDim] each,
+  // out [kBlockM, out_columns], bias, WorkTiles, barriers. A tile [rows, kHeadDim] is kChunks tiles [rows,
+  // 64], swizzled.
   static constexpr int kChunks = (kHeadDim + kChunkColumns - 1) / kChunkColumns;
   static constexpr int kQChunkBytes = kBlockM * kChunkRowBytes, kKvChunkBytes = kBlockN * kChunkRowBytes;
   static constexpr int kQBytes = kChunks * kQChunkBytes, kKvBytes = kChunks * kKvChunkBytes;
   static constexpr int kK = kQStages * kQBytes, kV = kK + kStages * kKvBytes, kOut = kV + kStages * kKvBytes;
-  // Out leaves in so many columns at a time, from a buffer of its own or from the place of the queries.
+  // out leaves kOutColumns at a time, from its own buffer or from the place of q.
   static constexpr bool kOutBuffer = kTile.out_columns > 0;
   static constexpr int kOutColumns = kOutBuffer ? std::min(kTile.out_columns, kHeadDim) : kHeadDim;
   static constexpr int kBias = kOut + kQChunkBytes * ceil_div(kTile.out_columns, kChunkColumns);
@@ -209,8 +260,8 @@ struct ForwardLoader {
       if (ptx::elect_one()) tile_ring.release();
       tile_ring.advance();
 
-      // The next tile is asked for some blocks before the end of this one, so that it and its queries are
-      // there in time. All do so alike, hence still in the order in which they will be free.
+      // Asks for the next tile three blocks before the end of this one, so that the tile and its queries
+      // arrive in time. All thread blocks do so, hence in the order in which they will be free.
       const int n_ask = max(min(n_begin + 3, n_last), n_begin - 1);
       int n = n_last;
       if (!kIsKeys && n >= n_begin) {
@@ -252,8 +303,8 @@ struct ForwardLoader {
     }
   }
 
-  // The values of a block of which only `rows` count. The others lie in the tensor, so may be NaN, and 0 *
-  // NaN is NaN.
+  // The values of a block of which only the first `rows` count. The others are in the tensor and may be NaN,
+  // and 0 * NaN is NaN: they become zeros.
   __device__ __forceinline__ void load_tail(int row, int rows) {
     ring.wait_empty();
     __syncwarp();
@@ -294,12 +345,11 @@ struct ForwardConsumer {
   typename ForwardShared<Config>::QRing q_ring = shared.q_ring();
   typename ForwardShared<Config>::TileRing tile_ring = shared.tile_ring();
 
-  // The tile at hand: its part of out, and the probabilities of a block of keys that are yet to be multiplied
-  // by v.
+  // This tile's rows, and the probabilities of the last block of keys, which p v has yet to use.
   OnlineSoftmax<1> softmax;
-  float out[1][kHeadDim / 8][4];
-  uint32_t p[kKvSteps][4];
-  float factor[1][2];
+  float out[1][kHeadDim / 8][4];  // [64 rows, kHeadDim], float32
+  uint32_t p[kKvSteps][4];        // [64 rows, kBlockN], as the first operand of p v
+  float factor[1][2];             // of a thread's two rows, by which out is to be rescaled
   bool rescale = false;
   bool has_tile;
   uint32_t sQ;           // of this consumer's rows; see q_rows
@@ -327,7 +377,7 @@ struct ForwardConsumer {
         skip(tile().blocks.end - blocks.end);
         if (!blocks.is_empty()) first_scores();
       }
-      // The inner loop is the one that counts: it stays short enough for the instruction cache.
+      // The inner loop takes most of the time: without masking it fits the instruction cache.
 #pragma unroll 1
       for (int n = blocks.end - 2; n >= blocks.begin; --n) {
         if constexpr (!kPolicy.is_general()) {
@@ -342,7 +392,7 @@ struct ForwardConsumer {
   }
 
  private:
-  // ---- Turns and buffers ----
+  // ---- Ping-pong ----
 
   __device__ __forceinline__ void ping_pong_wait() {
     if constexpr (Config::kPingPong) ptx::named_barrier_wait(1 + consumer, 256);
@@ -353,14 +403,14 @@ struct ForwardConsumer {
   }
   __device__ __forceinline__ void wait_group() { ptx::named_barrier_wait(1 + kConsumers + consumer, 128); }
 
-  // Of the tile's rows; the warps of the producers come first.
+  // The first of this warp's 16 rows, in the tile. The producer's four warps come first.
   __device__ __forceinline__ int warp_row() const { return (threadIdx.x / 32 - 4) * 16; }
 
   // ---- Tiles ----
 
   __device__ __forceinline__ const Tile& tile() const { return shared.tile(tile_ring.stage); }
 
-  // Of this warp.
+  // The same, in the sequence.
   __device__ __forceinline__ int row0() const { return uniform(tile().m_start) + warp_row(); }
   __device__ __forceinline__ Pairs<false, const PairHead<false>&> pairs() const {
     return {arguments.params, arguments.pairs, tile().pairs};
@@ -382,7 +432,7 @@ struct ForwardConsumer {
     rescale = false;
   }
 
-  // Lets blocks of keys pass that only other consumers' rows see.
+  // Skips blocks of keys that only other consumers' rows see. A ping-pong turn goes with each.
   __device__ __forceinline__ void skip(int count) {
 #pragma unroll 1
     for (int i = uniform(count); i > 0; --i) {
@@ -391,7 +441,7 @@ struct ForwardConsumer {
       ping_pong_wait();
       ping_pong_arrive();
       v_ring.wait_full();
-      wait_group();  // there is no product that waits for all warps: a late one might miss the phases
+      wait_group();  // no product holds the four warps together here: a late one might miss a phase
       k_ring.release_by_warpgroup();
       v_ring.release_by_warpgroup();
       k_ring.advance();
@@ -400,7 +450,7 @@ struct ForwardConsumer {
 
   // ---- Products ----
 
-  // Where all options may be met, no uniform register is left to keep it.
+  // Recomputed where all options are possible: no uniform register is left to keep it.
   __device__ __forceinline__ uint32_t q_rows() const {
     return kPolicy.others ? uniform(shared.sQ(q_ring.stage, 64 * consumer)) : sQ;
   }
@@ -481,7 +531,7 @@ struct ForwardConsumer {
     }
   }
 
-  // When p v has ended, whose operand the probabilities are.
+  // From probabilities to the operand of the next p v. Not before the last p v has ended, which reads p.
   __device__ __forceinline__ void keep_probabilities(float (&scores)[1][Config::kBlockN / 8][4], int n) {
     if constexpr (kPolicy.others) {
       if (arguments.pairs.has_dropout) {
@@ -519,7 +569,7 @@ struct ForwardConsumer {
     keep_probabilities(scores, blocks.end - 1);
   }
 
-  // Scores of block n, p v of the block behind it.
+  // The scores of block n, and p v of block n + 1.
   template <bool kMasked>
   __device__ __forceinline__ void next_block(int n) {
     const auto v_ring = shared.v_ring().at(k_ring);
@@ -684,7 +734,7 @@ struct ForwardConsumer {
       }
     }
     if (__any_sync(0xffffffff, hidden[0] || hidden[1])) {
-      // A row that sees no key: other rows may have put 0 * NaN into it.
+      // A fully masked row: 0 * NaN of a value may be in it.
       for_each_accumulator(out, [&](int, int h, int nt, int c) {
         if (hidden[h]) out[0][nt][2 * h + c] = 0;
       });

@@ -1,9 +1,9 @@
-// Which item of work is next, in kernels whose blocks stay for the whole launch: one warp of a block draws
-// numbers off a counter in memory, and the others get them through shared memory.
+// Which item of work is next, in kernels whose thread blocks stay for the whole launch: one warp of a thread
+// block draws numbers from a counter in global memory and passes them to the others through shared memory.
 //
-// So the block that is free first takes the next item. Were items dealt out beforehand, those of a block that
-// cannot start, because another kernel holds its multiprocessor, would begin when all others have ended.
-// Nothing that is computed depends on who computes it.
+// The thread block that is free first takes the next item. If items were assigned in advance, those of a
+// thread block that cannot start, because another kernel occupies its multiprocessor, would begin when all
+// others have ended. The result does not depend on which thread block computes an item.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// From a warp's accumulators to shared memory, from where the copy engine takes them.
+// Stores a warp's accumulators to shared memory, from which the copy engine (TMA) takes them.
 #pragma once
 
 #include <cstdint>
@@ -10,13 +10,13 @@
 
 namespace jax_flash::cuda::sm90 {
 
-// Where in a swizzled tile of 128-byte rows 16-byte piece `piece` of row `row` lies.
+// The offset of 16-byte piece `piece` of row `row` in a swizzled tile of 128-byte rows.
 __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
   return row * kChunkRowBytes + (piece ^ row % 8) * 16;
 }
 
-// 16 rows in 16 bits, rows of h multiplied by factor[h], to tiles of 64 columns, `pitch` bytes apart. Of acc,
-// kColumns from `column` on.
+// Stores columns [column, column + kColumns) of acc [16, 8 * kTiles], rounded to 16 bits, to tiles of 64
+// columns that are `pitch` bytes apart. Rows of h are multiplied by factor[h].
 template <class Arithmetic, int kColumns, int kTiles>
 __device__ __forceinline__ void store_rows(const float (&acc)[1][kTiles][4], int column,
                                            const float (&factor)[2], uint32_t shared, int pitch) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ void store_rows(const float (&acc)[1][kTiles][4], int
   }
 }
 
-// The same of all columns.
+// All columns.
 template <class Arithmetic, int kTiles>
 __device__ __forceinline__ void store_rows(const float (&acc)[1][kTiles][4], const float (&factor)[2],
                                            uint32_t shared, int pitch) {

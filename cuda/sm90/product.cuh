@@ -1,5 +1,5 @@
-// Products of a warpgroup with tiles in shared memory: issued and committed as one group, not waited for.
-// Wide tiles are chunks of 64 columns, `pitch` bytes apart, swizzled (tensor_map.h).
+// Products of a warpgroup with tiles in shared memory: each is issued and committed as one group, without a
+// wait. Wide tiles are chunks of 64 columns, `pitch` bytes apart, swizzled (tensor_map.h).
 #pragma once
 
 #include <cstdint>
@@ -57,8 +57,8 @@ __device__ __forceinline__ void issue_sum(float (&acc)[1][kTiles][4], uint32_t (
   ptx::wgmma_commit();
 }
 
-// In a product's accumulators a lane holds what it needs of it as the first operand of the next one. Of tile
-// nt.
+// Packs tile nt of a product's accumulators as a part of the first operand of the next product: each lane
+// already holds the elements that it needs.
 template <class Arithmetic, int kSteps>
 __device__ __forceinline__ void make_operand(const float (&tile)[4], int nt, uint32_t (&operand)[kSteps][4]) {
 #pragma unroll

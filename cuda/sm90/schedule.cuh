@@ -1,11 +1,11 @@
 // Which tile of rows a block works on next.
 //
-// Blocks stay for the whole launch, one a multiprocessor. Tiles are handed out longest first (a causal tile
-// is the longer the later its rows are), so that what is left at the end is short; but only among the heads
-// of one section, whose keys and values fit in L2 together. The block that is free first takes the next one
-// off a counter: tiles may take longer or shorter, with lengths and offsets that only the device knows, and a
-// block may start late, because another kernel holds its multiprocessor. Nothing that is computed depends on
-// who computes it.
+// Thread blocks stay for the whole launch, one on each multiprocessor. Tiles are handed out longest first (a
+// causal tile is longer the later its rows are), so that short ones are left for the end, but only within a
+// section of heads whose keys and values fit in L2 together. The thread block that is free first takes the
+// next tile off a counter: the device alone knows the lengths and offsets that make tiles long or short, and
+// a thread block may start late because another kernel occupies its multiprocessor. The result does not
+// depend on which thread block computes a tile.
 #pragma once
 
 #include <algorithm>
@@ -26,10 +26,10 @@ struct Schedule {
   int total_heads;    // of all batch elements
   int section_heads;  // of one section but the last
   int num_tiles;
-  int* counter;  // of tiles handed out; null: there are as many blocks as tiles
+  int* counter;  // of tiles handed out; null: there are as many thread blocks as tiles
 };
 
-// False where the tiles cannot be numbered.
+// False if there are too many tiles to number.
 inline bool make_schedule(const ForwardParams& params, int block_m, const LaunchContext& context,
                           Schedule* schedule) {
   constexpr int64_t kSectionBytes = 18 << 20;  // of keys and values: 9 and 26 MB were slower on 50 MB of L2
@@ -52,7 +52,7 @@ inline bool make_schedule(const ForwardParams& params, int block_m, const Launch
 
 struct Nothing {};
 
-// What the general form adds to a tile. It lies in shared memory rather than in every thread's registers.
+// What the general form adds to a tile: kept in shared memory to save registers.
 template <class Keys>
 struct PairTile {
   Keys keys;
@@ -70,8 +70,8 @@ struct WorkTile : std::conditional_t<Keys::kMayBeListed, PairTile<Keys>, Nothing
   Mask mask;
 };
 
-// Fills in tile number `index`, field by field: the thread that does it has few registers. Where a list says
-// which blocks are visible (Keys), they are counted along it.
+// Fills in tile number `index`, field by field because the thread has few registers. Where a list gives the
+// visible blocks (Keys), blocks are counted along the list.
 template <int kBlockN, class Keys, int kConsumers>
 __device__ __forceinline__ void write_tile(const Schedule& schedule, const ForwardParams& params, int index,
                                            WorkTile<Keys, kConsumers>& tile) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ void write_tile(const Schedule& schedule, const Forwa
   tile.head = head_and_batch - batch * schedule.num_heads;
   tile.batch = batch;
   tile.mask = mask;
-  // Rows beyond the end of out count as if they were not there: they are neither masked nor written.
+  // Rows beyond the end of out are neither masked nor written.
   const int rows_left = static_cast<int>(params.seqlen_q) - m_start;
   KeyBlocks blocks = mask.key_blocks<kBlockN>(m_start, min(64 * kConsumers, rows_left));
   const Keys keys(params, batch, tile.head, m_start, 0, 0);
@@ -106,7 +106,7 @@ __device__ __forceinline__ void write_tile(const Schedule& schedule, const Forwa
 #pragma unroll 1
   for (int i = 0; i < kConsumers; ++i) {
     if (keys.is_listed()) {
-      // Those between the first and the last one that they see.
+      // From the first to the last block that these rows see.
       KeyBlocks rows = blocks;
       while (rows.begin < rows.end && !keys.entry(rows.begin).is_visible(i)) ++rows.begin;
       while (rows.begin < rows.end && !keys.entry(rows.end - 1).is_visible(i)) --rows.end;

@@ -1,4 +1,4 @@
-// Host side of the copy engine: what it must know of a tensor.
+// Tensor maps (CUtensorMap), by which the copy engine (TMA) addresses a tensor. Host side.
 #pragma once
 
 #include <cuda.h>
@@ -14,12 +14,12 @@
 
 namespace jax_flash::cuda::sm90 {
 
-// Rows of shared memory are this many 16-bit elements, 128 bytes, which is as far as the copy engine
-// swizzles. A tile with wider rows is several tiles of such rows.
+// A row in shared memory has 64 elements of 16 bits, 128 bytes, the widest that the copy engine swizzles. A
+// tile with wider rows is split into several tiles, chunks of its columns.
 inline constexpr int kChunkColumns = 64;
 inline constexpr int kChunkRowBytes = 128;
 
-// The function of the driver, found at run time: the library must load where there is no driver.
+// The driver's function, looked up at run time because the library must load without a driver.
 inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   static const auto encoder = [] {
     void* function = nullptr;
@@ -32,14 +32,14 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   return encoder;
 }
 
-// Can the copy engine read and write such a tensor? It wants no size to be 0, and strides that are multiples
-// of 16 bytes and below 2^40.
+// Can the copy engine read and write such a tensor? Sizes must not be 0, strides must be multiples of 16
+// bytes and below 2^40.
 inline bool has_tensor_map(int64_t batch, int64_t seqlen, int64_t num_heads, int64_t head_dim) {
   return batch > 0 && seqlen > 0 && num_heads > 0 && head_dim > 0 && head_dim % 8 == 0 &&
          2 * seqlen * num_heads * head_dim < int64_t{1} << 40;
 }
 
-// Do the kernels of this folder run on this card, with such tensors?
+// Do the kernels in cuda/sm90 run on this card, with such tensors?
 inline bool is_served(const AttentionParams& params, const LaunchContext& context) {
   if (context.compute_capability != 90) return false;
   for (int64_t head_dim : {params.head_dim, params.head_dim_v}) {
@@ -52,7 +52,7 @@ inline bool is_served(const AttentionParams& params, const LaunchContext& contex
 }
 
 // Boxes of `box_rows` rows and kChunkColumns columns of one head of a dense [batch, seqlen, num_heads,
-// head_dim]. Coordinates are (column, head, row, batch). False where the driver does not make it.
+// head_dim]. Coordinates are (column, head, row, batch). False if the driver refuses.
 template <class Element>
 bool make_tensor_map(const void* tensor, int64_t batch, int64_t seqlen, int64_t num_heads, int64_t head_dim,
                      int box_rows, CUtensorMap* map) {

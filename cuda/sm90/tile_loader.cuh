@@ -1,4 +1,4 @@
-// Tiles of a tensor to shared memory, by a warp.
+// Loads tiles of a tensor to shared memory. By a warp.
 #pragma once
 
 #include <cuda.h>
@@ -13,9 +13,9 @@
 
 namespace jax_flash::cuda::sm90 {
 
-// Loads tiles of kChunks times [rows, 64] elements, swizzled, of one sequence of a tensor of which only the
-// first `length` of `seqlen` rows count. The others may be NaN, and 0 * NaN is NaN: in a tile they become
-// zeros, so that p = 0 is enough to hide a pair.
+// Loads swizzled tiles, kChunks times [rows, 64], of one sequence of a tensor. Only the first `length` of
+// `seqlen` rows count. The others may be NaN, and 0 * NaN is NaN: in a tile they become zeros, so that p = 0
+// is enough to mask a pair.
 template <int kChunks>
 struct TileLoader {
   const CUtensorMap& map;
@@ -24,13 +24,13 @@ struct TileLoader {
   uint32_t tail_barrier;  // of this warp alone
   uint32_t tail_parity = 0;
 
-  // Does the tile that begins at `row` have rows in the tensor that do not count?
+  // Does the tile that begins at `row` have rows that are in the tensor but do not count?
   template <int kRows>
   __device__ __forceinline__ bool has_tail(int row) const {
     return length < seqlen && length - row < kRows;
   }
 
-  // By one thread: a tile without such rows, which completes a phase of `full`.
+  // Loads a tile without such rows and completes a phase of `full`. By one thread.
   template <int kRows>
   __device__ __forceinline__ void load_whole(uint32_t tile, uint32_t full, int head, int row) const {
     ptx::barrier_arrive_expect(full, kChunks * kRows * kChunkRowBytes);
@@ -41,7 +41,7 @@ struct TileLoader {
     }
   }
 
-  // By a warp: any tile.
+  // Loads any tile. By a warp.
   template <int kRows>
   __device__ __forceinline__ void load(uint32_t tile, uint32_t full, int head, int row) {
     if (!has_tail<kRows>(row)) {
