@@ -73,7 +73,7 @@ def flash_attention(
         i + query_offset - left <= j <= i + query_offset + right. None in a pair: no limit on that side.
       logits_soft_cap: number c > 0; the logits, after scale and bias, become c * tanh(logits / c).
       query_offset: int, or int32 scalar or [B], which may be traced: the position of query 0 among the keys. S - T
-        aligns the last query with the last key; to decode, pass the length of the cache.
+        aligns the last query with the last key; to decode, pass the number of keys before the new query.
       segment_ids: int32 [B, T] (if T == S), or a pair of [B, T] and [B, S]: a query sees the keys with its own id.
         Any value is an id; give padding an id of its own. If ids are sorted, tiles of other segments are skipped.
       sinks: floating-point array [N]: a logit for each head that takes part in the softmax and has no value
