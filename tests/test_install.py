@@ -125,7 +125,8 @@ def test_installed_files():
     assert "jax_flash/libjax_flash.so" in files
     if any("editable" in file for file in files):
         pytest.skip("an editable install has its Python files in the checkout")
-    expected = {f"jax_flash/{path.name}" for path in (ROOT / "jax_flash").iterdir() if path.is_file()}
+    sources = [path.relative_to(ROOT) for path in (ROOT / "jax_flash").rglob("*") if path.is_file()]
+    expected = {str(path) for path in sources if "__pycache__" not in path.parts}
     assert {file for file in files if "__pycache__" not in file} == expected | {"jax_flash/libjax_flash.so"}
 
 
