@@ -60,8 +60,8 @@ def flash_attention(
       key: array of query's dtype, [B, S, K, H].
       value: array of query's dtype, [B, S, K, Hv].
       bias: array of any of the dtypes above, broadcastable to [B, N, T, S], added to the scaled logits; or
-        :class:`Alibi`. Read in place. Differentiable, by a pass of its own.
-      mask: bool array, broadcastable to [B, N, T, S]; True where the key is visible. Read in place; tiles that it
+        :class:`Alibi`. Not expanded. Differentiable, by a pass of its own.
+      mask: bool array, broadcastable to [B, N, T, S]; True where the key is visible. Not expanded; tiles that it
         hides are skipped.
       scale: finite number that multiplies the logits, 1 / sqrt(H) if None; or a scalar array, which may be traced
         and is differentiable (a learned temperature).
@@ -84,7 +84,7 @@ def flash_attention(
       dropout_rng: PRNG key of the dropout, required if dropout_rate is not 0. The pairs that are kept depend only
         on it, batch, head, row and column.
       precision: of the products of float32 inputs on a GPU, as for `jax.lax.dot`; of a pair, the more exact part
-        counts. None: `jax.default_matmul_precision`. Accepted and without effect elsewhere.
+        counts. None: `jax.default_matmul_precision`. Other fused kernels ignore it; "xla" passes it on.
       deterministic: whether the backward pass gives the same bits on every run, on a GPU at some cost in speed.
         (The forward pass and the CPU kernel always do.)
       return_residual: whether to return the log-sum-exp of each row's logits, too. (In `jax.nn` it has query's dtype
@@ -101,9 +101,9 @@ def flash_attention(
       TypeError: an argument has the wrong type or dtype, or a static option is traced.
       ValueError: an argument has the wrong rank, shape or value.
       NotImplementedError: the fused kernels do not support this call, and `implementation="xla"` does: second
-        derivatives, platforms without kernels and, on a GPU, float64, head dims over 256, and, if a block has 99 KB
-        of shared memory, float32 gradients of head dims over 128. What depends on the platform is raised while the
-        call is lowered.
+        derivatives, platforms and GPUs that this build has no kernels for and, on a GPU, float64, head dims over 256,
+        and, if a block has 99 KB of shared memory, float32 gradients of head dims over 128. What depends on the
+        platform is raised while the call is lowered.
     """
     _checks.check_implementation(implementation)
     query, key, value = _checks.check_qkv(query, key, value)
@@ -155,13 +155,12 @@ def flash_attention(
         dropout_seeds=dropout_rng,
     )
     operands = {name: _normal_form(name, x, query) for name, x in operands.items() if x is not None}
-    arrays = _sharding.with_matching_types(query, key, value, operands)
     if implementation == "xla":
-        out, lse = _reference.attention(*arrays, options)
-    elif return_residual:
-        out, lse = _fused.attention(*arrays, options)
+        out, lse = _reference.attention(query, key, value, operands, options)
     else:
-        out, lse = _fused.attention_without_lse(*arrays, options), None
+        arrays = _sharding.with_matching_types(query, key, value, operands)
+        attention = _fused.attention if return_residual else _fused.attention_without_lse
+        out, lse = attention(*arrays, options)
     results = (out, lse) if return_residual else out
     return results if is_batched else jax.tree.map(lambda x: x[0], results)
 

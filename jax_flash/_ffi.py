@@ -119,7 +119,7 @@ def _check_interface() -> None:
         SyntaxError,
         TypeError,
         ValueError,
-    ):  # a dtype, for example, that this code does not know
+    ):  # for example, a dtype that this code does not know
         is_same = False
     if not is_same:
         raise ImportError(

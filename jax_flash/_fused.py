@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from . import _primitives, _sharding
+from ._operands import OPERANDS
 
 # A call has at most one of these operands.
 _BIASES = ("bias", "alibi_slopes")
@@ -26,8 +27,8 @@ def attention(query, key, value, operands, options):
 @functools.partial(jax.jit, static_argnums=4)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def attention_without_lse(query, key, value, operands, options):
-    """The output alone. The log-sum-exp has no cotangent then: one array less for the backward pass to read."""
-    return _primitives.forward(query, key, value, operands, options)[0]
+    """The same with None for the log-sum-exp, which has no cotangent then: one array less for the backward pass."""
+    return _primitives.forward(query, key, value, operands, options)[0], None
 
 
 def _forward(query, key, value, operands, options):
@@ -39,7 +40,7 @@ def _forward(query, key, value, operands, options):
 
 def _forward_without_lse(*args):
     (out, _), residuals = _forward(*args)
-    return out, residuals
+    return (out, None), residuals
 
 
 def _backward(options, residuals, cotangents):
@@ -49,22 +50,21 @@ def _backward(options, residuals, cotangents):
     operand_grads = dict.fromkeys(operands)
     if "scale_factor" in operands:
         operand_grads["scale_factor"] = _scale_gradient(query, dq, operands)
-        dq, dk = (_sharding.times_factor(x, operands["scale_factor"]) for x in (dq, dk))
+        dq, dk = (_times_factor(x, operands["scale_factor"]) for x in (dq, dk))
     if "sinks" in operands:
         operand_grads["sinks"] = _sinks_gradient(out, lse, dout, dlse, operands)
     for name in _BIASES:
         if name in operands:
             sums = _primitives.backward_bias(query, key, value, out, lse, dout, dlse, operands, options)
             operand_grads[name] = _sum_to(sums, operands[name])
+    assert all(
+        operand_grads[x.name] is not None for x in OPERANDS if x.is_differentiable and x.name in operands
+    )
     return dq, dk, dv, operand_grads
 
 
-def _backward_without_lse(options, residuals, dout):
-    return _backward(options, residuals, (dout, None))
-
-
 attention.__wrapped__.defvjp(_forward, _backward)
-attention_without_lse.__wrapped__.defvjp(_forward_without_lse, _backward_without_lse)
+attention_without_lse.__wrapped__.defvjp(_forward_without_lse, _backward)
 
 
 def _sum_to(sums, like):
@@ -74,6 +74,12 @@ def _sum_to(sums, like):
         axis for axis, sizes in enumerate(zip(sums.shape, like.shape, strict=True)) if sizes[0] != sizes[1]
     ]
     return jnp.sum(sums, axes, keepdims=True).astype(like.dtype)
+
+
+def _times_factor(x, factor):
+    """A gradient [B, ...] times the factor [B] of the scale, in x's dtype."""
+    factor = _sharding.with_batch_like(factor, x)[:, None, None, None]
+    return (factor * x.astype(factor.dtype)).astype(x.dtype)
 
 
 def _scale_gradient(query, dq, operands):

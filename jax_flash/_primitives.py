@@ -119,8 +119,7 @@ def backward_bias(
 
     Returns:
       In lse's dtype. For a bias with both T and S: [B or 1, N or 1, T, S], with 1 where the bias has 1. Otherwise
-      [B, N, T, S] with one sum for each block of 64 queries where the bias has no T, and for each block of 64 keys
-      where it has no S. alibi_slopes have neither.
+      [B, N, T or blocks(T), S or blocks(S)], with blocks where the bias has 1. alibi_slopes have neither T nor S.
     """
     return _bind_backward(_backward_bias_p, q, k, v, out, lse, dout, dlse, operands, options)[0]
 

@@ -22,7 +22,7 @@ def attention(
     operands: dict[str, jax.Array],
     options: AttentionOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """Softmax attention with every operand and option, of the arguments of `_primitives.forward`.
+    """Softmax attention with every operand and option. Takes and returns what `_primitives.forward` does.
 
     Products are taken in the inputs' dtype and accumulated in float32 (float64 for float64), in which everything
     between the products is computed.
@@ -76,7 +76,7 @@ def attention(
         logits += operands["bias"].astype(dtype)
     if "alibi_slopes" in operands:
         # The distance in the logits' dtype, as any int32 is an offset.
-        distances = jnp.abs(row.astype(dtype) + (jnp.asarray(offset).astype(dtype) - column.astype(dtype)))
+        distances = jnp.abs(row.astype(dtype) + (offset.astype(dtype) - column.astype(dtype)))
         logits -= _per_head(operands["alibi_slopes"]) * distances
     if options.logits_soft_cap:
         logits = jnp.where(visible, logits, 0)  # a bias may be NaN here, and so would be the slope of tanh

@@ -1,7 +1,7 @@
 """Types of arrays on a mesh: explicit axes and the varying axes of shard_map.
 
-A mesh can be part of an array's type. The operands of one primitive need matching types, and JAX must sum the gradient
-of what it replicates, so all of this happens outside of the custom_vjp.
+A mesh can be part of an array's type. The operands of one primitive need matching types. They get them outside of the
+custom_vjp, so that JAX sums the gradients of what it replicates.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 Operands = dict[str, jax.Array]
 
 
 def per_batch(x: jax.Array, query: jax.Array) -> jax.Array:
     """A scalar as [B], sharded like query [B, T, N, H]."""
-    batch, *_ = _explicit_spec(query) or (None,)
-    out_sharding = None if batch is None else PartitionSpec(batch)
-    return jnp.broadcast_to(x, query.shape[:1], out_sharding=out_sharding)
+    spec = _explicit_spec(query)
+    if spec is None:
+        return jnp.broadcast_to(x, query.shape[:1])
+    return jnp.broadcast_to(_reshard(x, query), query.shape[:1], out_sharding=_like(query, spec[0]))
 
 
 def per_head(x: jax.Array, query: jax.Array) -> jax.Array:
@@ -28,15 +29,15 @@ def per_head(x: jax.Array, query: jax.Array) -> jax.Array:
     if spec is None:
         return jnp.broadcast_to(x, (query.shape[0], *x.shape))
     batch, _, heads, _ = spec
-    x = jax.sharding.reshard(x, PartitionSpec(heads))
-    return jnp.broadcast_to(x, (query.shape[0], *x.shape), out_sharding=PartitionSpec(batch, heads))
+    x = _reshard(x, query, heads)
+    return jnp.broadcast_to(x, (query.shape[0], *x.shape), out_sharding=_like(query, batch, heads))
 
 
-def times_factor(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """X [B, ...] times factor [B], in x's dtype and sharding: that of keys may differ from that of queries."""
-    if _explicit_spec(x) or _explicit_spec(factor):
-        factor = jax.sharding.reshard(factor, PartitionSpec(jax.typeof(x).sharding.spec[0]))
-    return (factor[:, None, None, None] * x.astype(factor.dtype)).astype(x.dtype)
+def with_batch_like(x: jax.Array, other: jax.Array) -> jax.Array:
+    """X [B], sharded like other [B, ...]."""
+    if _explicit_spec(x) or _explicit_spec(other):
+        return _reshard(x, other, jax.typeof(other).sharding.spec[0])
+    return x
 
 
 def with_matching_types(
@@ -48,7 +49,7 @@ def with_matching_types(
         bias = operands["bias"]
         batch, _, heads, _ = spec
         axes = (None if size == 1 else axis for size, axis in zip(bias.shape, (batch, heads), strict=False))
-        operands = operands | {"bias": jax.sharding.reshard(bias, PartitionSpec(*axes, None, None))}
+        operands = operands | {"bias": _reshard(bias, query, *axes, None, None)}
     return _varying_over_all_axes((query, key, value, operands))
 
 
@@ -56,6 +57,19 @@ def _explicit_spec(x: jax.Array) -> PartitionSpec | None:
     """The partition of `x` over the explicit axes of a mesh; None without any."""
     sharding = jax.typeof(x).sharding
     return sharding.spec if any(sharding.spec) else None
+
+
+def _like(x: jax.Array, *spec: Any) -> NamedSharding:
+    """A sharding on the mesh of `x`, which need not be the current one."""
+    mesh = jax.typeof(x).sharding.mesh if isinstance(x, jax.core.Tracer) else x.sharding.mesh
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def _reshard(x: jax.Array, like: jax.Array, *spec: Any) -> jax.Array:
+    sharding = _like(like, *spec)
+    if isinstance(x, jax.core.Tracer):
+        return jax.sharding.reshard(x, sharding)
+    return jax.device_put(x, sharding)  # reshard of jax 0.7 takes no array of one device
 
 
 def _varying_over_all_axes(arrays: Any) -> Any:

@@ -118,7 +118,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          'checkpoint_name(lse, "flash_attention_lse")', 'checkpoint_name(lse, "flash_attention_out")',
          "test_transforms.py::test_checkpoint[cpu-out]"),
         ("dq and dk lack the scale of an array",
-         'dq, dk = (_sharding.times_factor(x, operands["scale_factor"]) for x in (dq, dk))', "pass",
+         'dq, dk = (_times_factor(x, operands["scale_factor"]) for x in (dq, dk))', "pass",
          "test_scale.py::test_gradient_check"),
         ("the gradient of a scale reads queries beyond the lengths",
          "products = _zero_beyond_lengths(query, operands).astype(dtype)", "products = query.astype(dtype)",

@@ -642,6 +642,29 @@ def test_explicit_sharding_beside_replicated_operands(operands, spec):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("operands", REPLICATED.values(), ids=REPLICATED.keys())
+def test_explicit_sharding_without_a_current_mesh(operands, implementation):
+    """The arrays know their mesh."""
+    args = qkv(4, n=8, k=4)
+
+    def gradients(operands, *args):
+        def total(operands, *args):
+            call = functools.partial(attention, is_causal=True, implementation=implementation)
+            return jnp.sum(jnp.sin(call(*args, **operands)))
+
+        return jax.grad(total, (0, 1, 2, 3))(operands, *args)
+
+    want = jax.jit(gradients)(operands, *args)
+    sharding = NamedSharding(explicit_mesh(), P("batch", None, "heads", None))
+    placed = [jax.device_put(x, sharding) for x in args]
+    got = jax.jit(gradients)(operands, *placed)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    eager = attention(*placed, implementation=implementation, **jax.tree.map(jnp.asarray, operands))
+    np.testing.assert_allclose(eager, attention(*args, **operands), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("spec_kv", [P(), P("batch"), P(None, None, "heads")], ids=str)
 @pytest.mark.parametrize("operands", REPLICATED.values(), ids=REPLICATED.keys())
 def test_explicit_sharding_of_queries_and_keys_apart(operands, spec_kv):
