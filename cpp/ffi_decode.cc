@@ -166,6 +166,14 @@ VisibilityWorkspace VisibilityOf(const Workspace& workspace, const PairArray& ma
           .of_keys = BitsOf(workspace.mask_bits_of_keys, mask.row_stride != 0)};
 }
 
+// What every call begins with: options, the names of its operands, and q, k and v.
+ffi::Error ReadStart(CallReader& call, ffi::Dictionary attributes, std::string_view* operands,
+                     ffi::DataType* dtype, AttentionParams* params) {
+  RETURN_IF_ERROR(ReadOptions(attributes, &params->options));
+  RETURN_IF_ERROR(ReadAttribute(attributes, "operands", operands));
+  return ReadInputs(call, dtype, params);
+}
+
 }  // namespace
 
 ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary attributes,
@@ -173,9 +181,7 @@ ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi:
   CallReader call(platform, args, results);
   ffi::DataType dtype;
   std::string_view operands;
-  RETURN_IF_ERROR(ReadOptions(attributes, &params->options));
-  RETURN_IF_ERROR(ReadAttribute(attributes, "operands", &operands));
-  RETURN_IF_ERROR(ReadInputs(call, &dtype, params));
+  RETURN_IF_ERROR(ReadStart(call, attributes, &operands, &dtype, params));
   RETURN_IF_ERROR(ReadOptionalOperands(call, operands, dtype, params));
 
   const auto [B, T, N] = std::array{params->batch, params->seqlen_q, params->num_heads};
@@ -194,9 +200,7 @@ ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi
   CallReader call(platform, args, results);
   ffi::DataType dtype;
   std::string_view operands;
-  RETURN_IF_ERROR(ReadOptions(attributes, &params->options));
-  RETURN_IF_ERROR(ReadAttribute(attributes, "operands", &operands));
-  RETURN_IF_ERROR(ReadInputs(call, &dtype, params));
+  RETURN_IF_ERROR(ReadStart(call, attributes, &operands, &dtype, params));
   const auto [B, T, N, H] = std::array{params->batch, params->seqlen_q, params->num_heads, params->head_dim};
   const auto [S, K, Hv] = std::array{params->seqlen_kv, params->num_kv_heads, params->head_dim_v};
   RETURN_IF_ERROR(call.TakeArg("out", dtype, {B, T, N, Hv}, &params->out));
