@@ -111,15 +111,10 @@ def _library_operands() -> list[Operand]:
 def _check_interface() -> None:
     # In a checkout, its Python code runs with whatever library is installed.
     options = {field.name: field.type for field in dataclasses.fields(AttentionOptions)}
-    try:
+    try:  # a library of other sources may have, for example, a dtype that this code does not know
         is_same = _library_options() == options and _library_operands() == list(OPERANDS)
         _workspace.compile_table()
-    except (
-        KeyError,
-        SyntaxError,
-        TypeError,
-        ValueError,
-    ):  # for example, a dtype that this code does not know
+    except (KeyError, SyntaxError, TypeError, ValueError):
         is_same = False
     if not is_same:
         raise ImportError(

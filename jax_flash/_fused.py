@@ -101,7 +101,7 @@ def _sinks_gradient(out, lse, dout, dlse, operands):
 
 
 def _zero_beyond_lengths(x, operands):
-    """X [B, T, ...] with rows beyond the lengths, which may hold anything, replaced by 0."""
+    """Sets the rows of x [B, T, ...] beyond the lengths to 0: they may hold anything."""
     if "query_seq_lengths" not in operands:
         return x
     exists = jnp.arange(x.shape[1]) < operands["query_seq_lengths"][:, None]

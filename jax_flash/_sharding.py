@@ -34,7 +34,7 @@ def per_head(x: jax.Array, query: jax.Array) -> jax.Array:
 
 
 def with_batch_like(x: jax.Array, other: jax.Array) -> jax.Array:
-    """X [B], sharded like other [B, ...]."""
+    """Shards x [B] like other [B, ...]."""
     if _explicit_spec(x) or _explicit_spec(other):
         return _reshard(x, other, jax.typeof(other).sharding.spec[0])
     return x
@@ -67,7 +67,7 @@ def _like(x: jax.Array, *spec: Any) -> NamedSharding:
 
 def _reshard(x: jax.Array, like: jax.Array, *spec: Any) -> jax.Array:
     sharding = _like(like, *spec)
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, jax.core.Tracer) or isinstance(like, jax.core.Tracer):
         return jax.sharding.reshard(x, sharding)
     return jax.device_put(x, sharding)  # reshard of jax 0.7 takes no array of one device
 

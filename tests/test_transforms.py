@@ -661,6 +661,9 @@ def test_explicit_sharding_without_a_current_mesh(operands, implementation):
     got = jax.jit(gradients)(operands, *placed)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    closed_over = jax.tree.map(jnp.asarray, operands)  # not traced beside the others
+    compiled = jax.jit(lambda *args: attention(*args, implementation=implementation, **closed_over))(*placed)
+    np.testing.assert_allclose(compiled, attention(*args, **operands), rtol=1e-5, atol=1e-5)
     eager = attention(*placed, implementation=implementation, **jax.tree.map(jnp.asarray, operands))
     np.testing.assert_allclose(eager, attention(*args, **operands), rtol=1e-5, atol=1e-5)
 
