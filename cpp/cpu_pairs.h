@@ -8,8 +8,8 @@ class Pairs {
   Pairs(const AttentionParams& params, int64_t batch, int64_t kv_head, int64_t group)
       : params_(params), batch_(batch), first_head_(kv_head * group), group_(group) {}
 
-  bool has_bias() const { return params_.bias || params_.alibi_slopes; }
-  bool may_hide() const { return params_.mask || params_.query_segment_ids; }
+  bool has_bias() const { return params_.has_bias(); }
+  bool may_hide() const { return params_.hides_pairs(); }
   bool may_drop() const { return params_.dropout_seeds; }
   bool any() const { return has_bias() || may_hide() || may_drop(); }
   T kept_factor() const { return T(1 / (1 - params_.options.dropout_rate)); }
@@ -22,7 +22,7 @@ class Pairs {
       const auto [query, head] = At(first_row + i);
       bool* row = visible + i * stride;
       for (int64_t j = 0; j < keys; ++j) row[j] = true;
-      if (params_.query_segment_ids) {
+      if (params_.has_segments()) {
         const int32_t id = params_.query_segment_ids[batch_ * params_.seqlen_q + query];
         const int32_t* ids = params_.key_value_segment_ids + batch_ * params_.seqlen_kv + first_key;
         for (int64_t j = 0; j < keys; ++j) row[j] = ids[j] == id;

@@ -8,12 +8,6 @@
 
 #include "params.h"
 
-#ifdef __CUDACC__
-#define JAX_FLASH_INLINE __host__ __device__ __forceinline__
-#else
-#define JAX_FLASH_INLINE inline
-#endif
-
 namespace jax_flash {
 
 // Dropout of one head. One call of bits() decides on 8 pairs: rows r, r + 8 and columns c, c + 1, c + 8, c +

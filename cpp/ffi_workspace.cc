@@ -18,7 +18,7 @@ ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& par
   const bool is_forward = pass == Pass::kForward, is_backward = pass == Pass::kBackward;
   const bool is_16_bit = params.dtype == DType::kFloat16 || params.dtype == DType::kBFloat16;
   const bool is_deterministic = params.options.deterministic;
-  const bool has_mask = !!params.mask, has_segments = params.query_segment_ids != nullptr;
+  const bool has_mask = !!params.mask, has_segments = params.has_segments();
   const int64_t B = params.batch, N = params.num_heads, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t H = params.head_dim;
   const PairArray& mask = params.mask;  // with strides of 0 where it is broadcast or absent

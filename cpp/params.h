@@ -7,6 +7,12 @@
 
 #include <cstdint>
 
+#ifdef __CUDACC__
+#define JAX_FLASH_INLINE __host__ __device__ __forceinline__
+#else
+#define JAX_FLASH_INLINE inline
+#endif
+
 namespace jax_flash {
 
 // Every dimension is smaller than this, so positions and their differences fit in an int.
@@ -26,7 +32,7 @@ struct PairArray {
   DType dtype;
   int64_t batch_stride, head_stride, row_stride, key_stride;  // in elements
 
-  explicit operator bool() const { return data != nullptr; }
+  JAX_FLASH_INLINE explicit operator bool() const { return data != nullptr; }
 };
 
 // Masks, segments and sums of dbias are processed in blocks of this many queries and keys.
@@ -78,6 +84,12 @@ struct AttentionParams {
   // Workspace of the CUDA kernels: workspace.def has the shapes.
   VisibilityWorkspace visible;
   int32_t* tile_counter;  // persistent blocks draw tiles from it; null except for 16-bit dtypes
+
+  JAX_FLASH_INLINE bool has_segments() const { return query_segment_ids != nullptr; }
+  // Are single pairs hidden, beyond each row's interval of keys?
+  JAX_FLASH_INLINE bool hides_pairs() const { return mask || has_segments(); }
+  // Is something added to each pair's logit?
+  JAX_FLASH_INLINE bool has_bias() const { return bias || alibi_slopes; }
 };
 
 struct ForwardParams : AttentionParams {

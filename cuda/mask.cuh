@@ -29,8 +29,7 @@ struct KeyBlocks {
 inline bool is_full(const AttentionParams& params) {
   const Options& options = params.options;
   return !options.is_causal && options.window_left < 0 && options.window_right < 0 &&
-         !params.query_seq_lengths && !params.key_value_seq_lengths && !params.mask &&
-         !params.query_segment_ids;
+         !params.query_seq_lengths && !params.key_value_seq_lengths && !params.hides_pairs();
 }
 
 // Does query i see exactly the keys up to i, with as many keys as queries?
@@ -38,7 +37,7 @@ inline bool is_triangle(const AttentionParams& params) {
   const Options& options = params.options;
   return options.is_causal && options.window_left < 0 && !params.query_seq_lengths &&
          !params.key_value_seq_lengths && !params.query_offset && params.seqlen_q == params.seqlen_kv &&
-         !params.mask && !params.query_segment_ids;
+         !params.hides_pairs();
 }
 
 // The largest number of keys that a query sees, or a bound on it.

@@ -29,8 +29,7 @@ struct LogitScale {
 
   explicit LogitScale(const AttentionParams& params) {
     const Options& options = params.options;
-    const bool has_bias =
-        params.bias || params.alibi_slopes || params.scale_factor;  // the last two work like one
+    const bool has_bias = params.has_bias() || params.scale_factor;  // an array of scales works like a bias
     const double log2e = 1.4426950408889634074;
     scale = static_cast<float>(options.scale);
     two_log2e_per_cap = 0;

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(256) visibility_kernel(const __grid_constant__
   const int rows = min(kBlock, seqlen_q - m_start), keys = min(kBlock, seqlen_kv - n_start);
 
   bool any = true, all = true;
-  if (params.query_segment_ids) {
+  if (params.has_segments()) {
     // A lane that has no row or key repeats the first one.
     int lowest[2], highest[2];
     auto find = [&](const int32_t* ids, int count, int which) {
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(256) visibility_kernel(const __grid_constant__
     any = highest[0] >= lowest[1] && highest[1] >= lowest[0];
     all = lowest[0] == highest[0] && lowest[1] == highest[1] && lowest[0] == lowest[1];
   }
-  if (params.mask.data) {
+  if (params.mask) {
     // Even where segments hide everything: another batch element may share this part of the mask. Four lanes
     // read a row of the block, 16 keys each, and put it together in shared memory.
     const PairArray& mask = params.mask;
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kListThreads)
 }  // namespace
 
 Status launch_visibility(const AttentionParams& params, const LaunchContext& context) {
-  if (!has_visibility(params)) return {};
+  if (!params.hides_pairs()) return {};
   const int64_t blocks = params.batch * params.visible.num_heads *
                          ceil_div(params.seqlen_q, kVisibilityBlock) *
                          ceil_div(params.seqlen_kv, kVisibilityBlock);
@@ -205,7 +205,7 @@ Status launch_visibility(const AttentionParams& params, const LaunchContext& con
 }
 
 Status launch_lists(const AttentionParams& params, const ListShape& shape, const LaunchContext& context) {
-  if (!has_visibility(params)) return {};
+  if (!params.hides_pairs()) return {};
   const int64_t lists = params.batch * params.visible.num_heads * shape.lists(params);
   return launch(list_kernel, lists, kListThreads, 0, context, params, shape);
 }

@@ -58,8 +58,6 @@ static_assert(ListEntry{ListEntry::make(kLastUnit, false) | ListEntry::part(3, t
 static_assert(ListEntry{ListEntry::make(kLastUnit, false) | ListEntry::part(3, true, false)}.is_visible(3));
 static_assert(!ListEntry{ListEntry::make(kLastUnit, false)}.is_whole());
 
-inline bool has_visibility(const AttentionParams& params) { return params.mask || params.query_segment_ids; }
-
 // Fills params.visible, except for the lists. Like launch_lists, does nothing without a mask and segments.
 Status launch_visibility(const AttentionParams& params, const LaunchContext& context);
 

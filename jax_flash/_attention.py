@@ -135,7 +135,7 @@ def flash_attention(
     bias = _checks.check_bias(bias, scores)
     mask = _checks.check_mask(mask, scores)
     query_ids, key_value_ids = _checks.check_segment_ids(segment_ids, query, key)
-    sinks = _checks.check_sinks(sinks, query.shape[-2])
+    sinks = None if sinks is None else _checks.check_per_head("sinks", sinks, query.shape[-2])
     dropout_rng = _checks.check_dropout_rng(dropout_rng, options.dropout_rate)
 
     if not is_batched:

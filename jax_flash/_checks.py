@@ -118,7 +118,7 @@ def check_bias(bias: Any, scores: tuple[int, ...]) -> jax.Array | Alibi | None:
     if bias is None:
         return None
     if isinstance(bias, Alibi):
-        return Alibi(_float_per_head("the slopes of bias", bias.slopes, scores[-3]))
+        return Alibi(check_per_head("the slopes of bias", bias.slopes, scores[-3]))
     bias = as_array("bias", bias)
     if bias.dtype not in _DTYPES:
         raise TypeError(f"bias must be float16, bfloat16, float32 or float64, got {bias.dtype}.")
@@ -162,10 +162,6 @@ def check_segment_ids(
         if ids.shape != x.shape[:-2]:
             raise ValueError(f"segment_ids must have shape {list(x.shape[:-2])}, got {_shape(ids)}.")
     return query_ids, key_ids
-
-
-def check_sinks(sinks: Any, num_heads: int) -> jax.Array | None:
-    return None if sinks is None else _float_per_head("sinks", sinks, num_heads)
 
 
 def check_dropout_rng(dropout_rng: Any, rate: float) -> jax.Array | None:
@@ -237,7 +233,7 @@ def _int32_per_batch(name: str, x: Any, batch: int | None, *, allow_scalar: bool
     return jnp.broadcast_to(x, (size,))
 
 
-def _float_per_head(name: str, x: Any, num_heads: int) -> jax.Array:
+def check_per_head(name: str, x: Any, num_heads: int) -> jax.Array:
     x = as_array(name, x)
     if x.dtype not in _DTYPES:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}.")

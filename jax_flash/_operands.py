@@ -34,3 +34,6 @@ OPERANDS = (
     Operand("alibi_slopes", "n", "lse", is_differentiable=True),
     Operand("dropout_seeds", "nw", "uint32"),
 )
+
+# The backward kernels do not take these.
+PART_OF_LSE = ("sinks",)

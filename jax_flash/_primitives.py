@@ -23,7 +23,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import _checks, _ffi, _partitioning, _workspace
-from ._operands import OPERANDS
+from ._operands import OPERANDS, PART_OF_LSE
 from ._options import AttentionOptions
 
 _T = TypeVar("_T")
@@ -97,7 +97,7 @@ def backward(
     """Computes dq, dk and dv from the arguments and results of `forward` and the cotangents (dlse None: zero).
 
     dq and dk are not multiplied by scale_factor, so that the sum of q dq is the gradient of scale_factor even where
-    that is 0. The sinks are not needed, as they are part of lse.
+    that is 0. The kernels do not take operands that are PART_OF_LSE.
     """
     return tuple(_bind_backward(_backward_p, q, k, v, out, lse, dout, dlse, operands, options))
 
@@ -127,7 +127,7 @@ def backward_bias(
 def _bind_backward(primitive, q, k, v, out, lse, dout, dlse, operands, options):
     operands = operands if dlse is None else {"dlse": dlse, **operands}
     known = ("dlse", *(operand.name for operand in OPERANDS))
-    names = tuple(name for name in known if name in operands and name != "sinks")
+    names = tuple(name for name in known if name in operands and name not in PART_OF_LSE)
     arrays = (q, k, v, out, lse, dout, *(operands[name] for name in names))
     return primitive.bind(*arrays, operands=names, options=options)
 

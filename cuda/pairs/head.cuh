@@ -25,11 +25,11 @@ struct PairHead {
     bias = static_cast<const char*>(array.data) +
            (batch * array.batch_stride + head * array.head_stride) * (array.dtype == DType::kFloat32 ? 4 : 2);
     const VisibilityWorkspace::Bits& bits = kTransposed ? params.visible.of_keys : params.visible.of_queries;
-    mask_words =
-        params.mask.data ? bits.words + batch * bits.batch_stride + head * bits.head_stride : nullptr;
-    const bool has_segments = params.query_segment_ids;
-    const int32_t* query_ids = has_segments ? params.query_segment_ids + batch * params.seqlen_q : nullptr;
-    const int32_t* key_ids = has_segments ? params.key_value_segment_ids + batch * params.seqlen_kv : nullptr;
+    mask_words = params.mask ? bits.words + batch * bits.batch_stride + head * bits.head_stride : nullptr;
+    const int32_t* query_ids =
+        params.has_segments() ? params.query_segment_ids + batch * params.seqlen_q : nullptr;
+    const int32_t* key_ids =
+        params.has_segments() ? params.key_value_segment_ids + batch * params.seqlen_kv : nullptr;
     row_ids = kTransposed ? key_ids : query_ids;
     column_ids = kTransposed ? query_ids : key_ids;
     const int64_t index = int64_t{batch} * params.num_heads + head;
@@ -58,7 +58,6 @@ struct Pairs {
                                    int head)
       : Pairs(params, options, PairHead<kTransposed>(params, batch, head)) {}
 
-  __device__ __forceinline__ bool has_mask() const { return params.mask.data || params.query_segment_ids; }
   __device__ __forceinline__ bool has_dropout() const { return options.has_dropout; }
 
   // The numbers of rows and columns of all scores.

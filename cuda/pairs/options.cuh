@@ -19,8 +19,7 @@ namespace jax_flash::cuda {
 enum class BiasFormat { kNone, kStaged, kTwo16Bit, kOne16Bit, kOne32Bit };
 
 inline bool has_pair_options(const AttentionParams& params) {
-  return params.bias || params.mask || params.query_segment_ids || params.alibi_slopes ||
-         params.dropout_seeds || params.scale_factor;
+  return params.has_bias() || params.hides_pairs() || params.dropout_seeds || params.scale_factor;
 }
 
 // Does anything but a positive scale stand between scores and probabilities?
@@ -47,10 +46,9 @@ struct PairOptions {
                   : by(2) ? BiasFormat::kTwo16Bit
                           : BiasFormat::kOne16Bit;
     const LogitScale::Transform transform = LogitScale(params).transform;
-    const bool has_mask = params.mask || params.query_segment_ids;
-    mask_only = has_mask && transform == LogitScale::kNone && !params.dropout_seeds;
+    mask_only = params.hides_pairs() && transform == LogitScale::kNone && !params.dropout_seeds;
     staged_bias_only = bias_format == BiasFormat::kStaged && transform == LogitScale::kMultiply &&
-                       !has_mask && !params.dropout_seeds;
+                       !params.hides_pairs() && !params.dropout_seeds;
     has_alibi = params.alibi_slopes;
     has_dropout = params.dropout_seeds;
     drop_threshold = Dropout::threshold_of(params.options.dropout_rate);

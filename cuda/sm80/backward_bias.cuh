@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     score_gradients(ds, p, delta, 1);
     const Mask mask(params, batch);
     if (!mask.covers(row0, Config::kRows, column0, Config::kColumns)) fill_hidden(ds, mask, row0, column0, 0);
-    if (pairs.has_mask()) {
+    if (params.hides_pairs()) {
       load_visible(bits, pairs, row0, column0);
       fill_unset(ds, bits, 0);
     }

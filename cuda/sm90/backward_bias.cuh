@@ -297,7 +297,7 @@ struct BackwardBiasConsumer {
     // ---- p = exp(q k^T - lse), and for the soft cap p (1 - tanh^2) ----
     const Pairs<false> pairs = this->pairs(item);
     PairBits<kPartN / 8> visible[1]{}, kept[1]{};
-    const bool has_mask = kPolicy.mask != Presence::kNever && pairs.has_mask();
+    const bool has_mask = kPolicy.mask != Presence::kNever && arguments.params.hides_pairs();
     const bool has_dropout = kPolicy.others && pairs.has_dropout();
     if (has_mask) load_visible(visible, pairs, row0, column0);
     if (has_dropout) draw_kept(kept, pairs, row0, column0);
