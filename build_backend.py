@@ -4,15 +4,24 @@ Two dependencies are requested if they are missing:
 
 * jaxlib, for the headers of the XLA FFI. They come from the oldest supported jaxlib, because handlers built with
   older headers work on newer runtimes, but not vice versa.
-* NVIDIA's compiler, if this machine has no usable nvcc and NVIDIA publishes wheels for its platform.
+* NVIDIA's compiler, if CUDA kernels are to be built, this machine has no usable nvcc and NVIDIA publishes wheels for
+  its platform.
 
 Both are copied into build/deps, which outlives pip's isolated environments. The next install does not download them
 and, since no path has changed, compiles nothing again.
 
-The config setting `cmake.define.JAX_FLASH_CUDA` chooses the CUDA compiler: `AUTO` (the default: this machine's, else
-the package index's, else a build for the CPU only), `SYSTEM`, `PYPI`, `OFF`, or the path of an nvcc.
+The config setting `cmake.define.JAX_FLASH_CUDA` chooses whether CUDA kernels are built, and by which compiler:
+
+* `AUTO`, the default: if this machine has an NVIDIA driver, or an nvcc in CUDACXX, on PATH or in CUDA_HOME.
+* `ON`: always, by this machine's nvcc or else by the package index's.
+* `SYSTEM`, `PYPI` or the path of an nvcc: always, by that compiler.
+* `OFF`: never.
+
+The kernels are built for the GPUs of this machine; without one, or if `cmake.define.JAX_FLASH_CUDA_ARCHS` says so, for
+others.
 """
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -38,6 +47,9 @@ _CUDA_PACKAGES = (
 )
 # The compiler of CUDA 12.9.1. CUDA 12.8.0 to 12.9.0 miscompile causal masks.
 _OLDEST_NVCC = (12, 9, 86)
+_OLDEST_GPU = 80  # ten times its compute capability
+# What compiling takes on one core of an AMD EPYC: for the CPU, for the default list of GPUs, for one kind of GPU.
+_CPU_SECONDS, _GPU_SECONDS, _ONE_GPU_SECONDS = 60, 400, 250
 
 _DEPS = Path("build/deps").absolute()  # hooks run in the root of the source tree
 _DEFINE = "cmake.define."
@@ -55,12 +67,16 @@ def get_requires_for_build_editable(config_settings=None):
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     """Build a wheel."""
-    return _backend.build_wheel(wheel_directory, _resolve(config_settings), metadata_directory)
+    settings = _resolve(config_settings)
+    _say(_announcement(_setting(config_settings, "JAX_FLASH_CUDA"), settings))
+    return _backend.build_wheel(wheel_directory, settings, metadata_directory)
 
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
     """Build an editable wheel."""
-    return _backend.build_editable(wheel_directory, _resolve(config_settings), metadata_directory)
+    settings = _resolve(config_settings)
+    _say(_announcement(_setting(config_settings, "JAX_FLASH_CUDA"), settings))
+    return _backend.build_editable(wheel_directory, settings, metadata_directory)
 
 
 def _requirements(config_settings):
@@ -79,12 +95,17 @@ def _resolve(config_settings):
     compiler = next(filter(shutil.which, ("g++", "c++", "clang++")), None)
     if compiler:
         os.environ.setdefault("CXX", compiler)
+    elif "CXX" not in os.environ:
+        raise SystemExit("jax_flash: the build needs a C++ compiler (on Debian and Ubuntu: apt install g++).")
     settings = dict(config_settings or {})
     nvcc = _nvcc(settings)
     if nvcc == _kept_nvcc():
         _keep_nvcc()
     settings.pop(_DEFINE + "JAX_FLASH_CUDA", None)
     settings[_DEFINE + "JAX_FLASH_NVCC"] = str(nvcc or "")
+    gpus = [gpu for gpu in _gpus() if gpu >= _OLDEST_GPU] if nvcc else []
+    if gpus and not _setting(settings, "JAX_FLASH_CUDA_ARCHS"):
+        settings[_DEFINE + "JAX_FLASH_CUDA_ARCHS"] = ";".join(map(str, gpus))
     if not _setting(settings, "JAX_FLASH_JAXLIB_INCLUDE"):
         version, include = _keep_jaxlib()
         settings[_DEFINE + "JAX_FLASH_JAXLIB_INCLUDE"] = str(include)
@@ -124,20 +145,21 @@ def _nvcc(config_settings):
         if version < _OLDEST_NVCC:
             raise SystemExit(f"jax_flash: JAX_FLASH_CUDA={choice}: {_verdict(version)}")
         return Path(choice)
-    nvcc = None if choice.upper() == "PYPI" else _system_nvcc()
-    if nvcc is None and choice.upper() != "SYSTEM" and _has_cuda_wheels():
+    is_auto = choice.upper() == "AUTO"
+    is_wanted = not is_auto or _has_driver()
+    nvcc = None if choice.upper() == "PYPI" else _system_nvcc(is_wanted)
+    if nvcc is None and is_wanted and choice.upper() != "SYSTEM" and _has_cuda_wheels():
         nvcc = _kept_nvcc()
-    if nvcc is None:
-        if choice.upper() != "AUTO":
-            raise SystemExit(f"jax_flash: JAX_FLASH_CUDA={choice}: no usable nvcc was found.")
-        print("jax_flash: no CUDA compiler for this platform; building for the CPU only.", file=sys.stderr)
+    if nvcc is None and not is_auto:
+        raise SystemExit(f"jax_flash: JAX_FLASH_CUDA={choice}: no usable nvcc was found.")
     return nvcc
 
 
-def _system_nvcc():
-    """Return the first usable nvcc of CUDACXX, PATH, CUDA_HOME and /usr/local/cuda."""
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    for candidate in (os.environ.get("CUDACXX"), shutil.which("nvcc"), f"{home}/bin/nvcc"):
+def _system_nvcc(is_wanted):
+    """Return the first usable nvcc of CUDACXX, PATH, CUDA_HOME and, if CUDA kernels are wanted, /usr/local/cuda."""
+    candidates = [os.environ.get("CUDACXX"), shutil.which("nvcc")]
+    home = os.environ.get("CUDA_HOME") or ("/usr/local/cuda" if is_wanted else None)
+    for candidate in (*candidates, home and f"{home}/bin/nvcc"):
         if candidate is None:
             continue
         version = _nvcc_version(candidate)
@@ -146,6 +168,71 @@ def _system_nvcc():
         if version:
             print(f"jax_flash: skipping {candidate}: {_verdict(version)}", file=sys.stderr)
     return None
+
+
+def _has_driver():
+    """Return whether this machine has an NVIDIA driver, and no GPU that is too old."""
+    if not (_libcuda() or Path("/proc/driver/nvidia").exists()):
+        return False
+    gpus = _gpus()
+    return not gpus or gpus[-1] >= _OLDEST_GPU
+
+
+def _libcuda():
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def _gpus():
+    """Return the compute capabilities of the visible GPUs, times ten, ascending; none if the driver tells none."""
+    cuda, count = _libcuda(), ctypes.c_int()
+    if cuda is None or cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return []
+    found = set()
+    for device in range(count.value):
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+        if all(
+            cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device) == 0
+            for value, attribute in ((major, 75), (minor, 76))
+        ):
+            found.add(10 * major.value + minor.value)
+    return sorted(found)
+
+
+def _announcement(choice, settings):
+    """Return what is built, about how long that takes, and how to build something else."""
+    nvcc = _setting(settings, "JAX_FLASH_NVCC")
+    archs = _setting(settings, "JAX_FLASH_CUDA_ARCHS")
+    seconds = _CPU_SECONDS
+    if nvcc:
+        seconds += _ONE_GPU_SECONDS * len(archs.split(";")) if archs else _GPU_SECONDS
+        gpus = (
+            " and ".join(f"{arch[:-1]}.{arch[-1]}" for arch in archs.split(";")) if archs else "8.0 and newer"
+        )
+        what = f"for the CPU and for GPUs of compute capability {gpus}, with {nvcc}"
+        hint = "JAX_FLASH_CUDA=OFF builds for the CPU only"
+    else:
+        reason = "" if choice else ", as this machine has neither an NVIDIA driver nor an nvcc on its PATH"
+        what = f"for the CPU only{reason}"
+        hint = "JAX_FLASH_CUDA=ON builds for GPUs, too"
+    cores = len(os.sched_getaffinity(0))
+    minutes = max(1, round(seconds / cores / 60))
+    return (
+        f"jax_flash: compiling {what}: about {minutes} min on {cores} cores, the first time. `pip install -v` shows "
+        f"the progress; -C cmake.define.{hint}."
+    )
+
+
+def _say(text):
+    """Print on the terminal, because pip shows nothing of what a build prints, unless it fails."""
+    try:
+        with open("/dev/tty", "w") as terminal:
+            terminal.write(f"\n{text}\n")
+    except OSError:  # there is none
+        print(text, file=sys.stderr)
 
 
 def _nvcc_version(nvcc):

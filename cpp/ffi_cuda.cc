@@ -41,12 +41,6 @@ ffi::Error backward_bias(cudaStream_t stream, int32_t device, ffi::RemainingArgs
 
 }  // namespace
 
-// For tests: see dispatch.h.
-extern "C" void JaxFlashSetTestSettings(const char* kernels, const char* tile,
-                                        const char* shared_memory_per_block) {
-  jax_flash::cuda::set_test_settings(kernels, tile, shared_memory_per_block);
-}
-
 // ffi_decode.cc has the arguments, results and attributes. kCmdBufferCompatible lets XLA capture the call in
 // a CUDA graph: a launch depends on its parameters alone, and workspace is among the results.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashForwardCuda, jax_flash::kGuarded<forward>,

@@ -1,10 +1,9 @@
-// The library's description of itself, which jax_flash/_library.py reads. The other exported symbols are the
-// FFI handlers.
-#include <string>
-#include <utility>
+#include "library.h"
+
 #include <vector>
 
 #include "build.h"
+#include "handlers.h"
 #include "params.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -12,105 +11,73 @@
 #include "dispatch.h"
 #endif
 
+namespace jax_flash {
 namespace {
 
-using Names = std::vector<std::string>;
-
-// The tables as text. Python compares options and operands with its own, and evaluates the workspace's
-// conditions and shapes.
-struct Option {
-  const char *type, *name;
+const Handler kHandlers[] = {
+    {"cpu", "jax_flash_forward", reinterpret_cast<void*>(JaxFlashForwardCpu)},
+    {"cpu", "jax_flash_backward", reinterpret_cast<void*>(JaxFlashBackwardCpu)},
+    {"cpu", "jax_flash_backward_bias", reinterpret_cast<void*>(JaxFlashBackwardBiasCpu)},
+#ifdef JAX_FLASH_WITH_CUDA
+    {"CUDA", "jax_flash_forward", reinterpret_cast<void*>(JaxFlashForwardCuda)},
+    {"CUDA", "jax_flash_backward", reinterpret_cast<void*>(JaxFlashBackwardCuda)},
+    {"CUDA", "jax_flash_backward_bias", reinterpret_cast<void*>(JaxFlashBackwardBiasCuda)},
+#endif
 };
-const Option kOptions[] = {
-#define OPTION(type, name) {#type, #name},
+
+const OptionRow kOptions[] = {
+#define OPTION(type, name) {#name, #type},
 #include "options.def"
 #undef OPTION
 };
 
-using Row = std::vector<std::pair<const char*, const char*>>;  // the names of the columns, and their text
-const std::vector<Row> kOperands = {
-#define OPERAND(type, name, dtype, ...) \
-  {{"name", #name}, {"type", #type}, {"dtype", #dtype}, {"shape", #__VA_ARGS__}},
+const OperandRow kOperands[] = {
+#define OPERAND(type, name, dtype, ...) {#name, #type, #dtype, #__VA_ARGS__},
 #include "operands.def"
 #undef OPERAND
 };
-const std::vector<Row> kWorkspace = {
-#define WORKSPACE(name, dtype, condition, ...) \
-  {{"name", #name}, {"dtype", #dtype}, {"condition", #condition}, {"shape", #__VA_ARGS__}},
+
+const WorkspaceRow kWorkspace[] = {
+#define WORKSPACE(name, dtype, condition, ...) {#name, #dtype, #condition, #__VA_ARGS__},
 #include "workspace.def"
 #undef WORKSPACE
 };
 
-std::string Json(const std::string& text) { return '"' + text + '"'; }
+const Constant kConstants[] = {
+    {"kVisibilityBlock", kVisibilityBlock},
+    {"kStatsRows", kStatsRows},
+    {"kDqRows", kDqRows},
+};
 
-using Fields = std::vector<std::pair<std::string, std::string>>;  // names, and values in JSON
-
-std::string Join(const std::vector<std::string>& parts) {
-  std::string joined;
-  for (const std::string& part : parts) joined += (joined.empty() ? "" : ", ") + part;
-  return joined;
-}
-
-std::string Json(const Names& names) {
-  std::vector<std::string> parts;
-  for (const std::string& name : names) parts.push_back(Json(name));
-  return '[' + Join(parts) + ']';
-}
-
-std::string Json(const Fields& fields) {
-  std::vector<std::string> parts;
-  for (const auto& [name, value] : fields) parts.push_back(Json(name) + ": " + value);
-  return '{' + Join(parts) + '}';
-}
-
-std::string JsonOfOptions() {
-  Fields fields;
-  for (const Option& option : kOptions) fields.emplace_back(option.name, Json(std::string(option.type)));
-  return Json(fields);
-}
-
-std::string JsonOfTable(const std::vector<Row>& table) {
-  std::vector<std::string> rows;
-  for (const Row& row : table) {
-    Fields fields;
-    for (const auto& [column, text] : row) fields.emplace_back(column, Json(std::string(text)));
-    rows.push_back(Json(fields));
-  }
-  return '[' + Join(rows) + ']';
-}
-
-// The constants of params.h that Python needs, too.
-std::string JsonOfConstants() {
-  return Json(Fields{{"kVisibilityBlock", std::to_string(jax_flash::kVisibilityBlock)},
-                     {"kStatsRows", std::to_string(jax_flash::kStatsRows)},
-                     {"kDqRows", std::to_string(jax_flash::kDqRows)}});
+Library describe() {
+#ifdef JAX_FLASH_WITH_CUDA
+  static const std::vector<const char*> kernels = cuda::kernel_names();
+  const auto set_test_settings = cuda::set_test_settings;
+#else
+  static const std::vector<const char*> kernels;
+  const auto set_test_settings = nullptr;
+#endif
+  return {
+      .build = {.version = JAX_FLASH_VERSION,
+                .ffi_version = {XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR},
+                .jaxlib = JAX_FLASH_JAXLIB_VERSION,
+                .cuda = JAX_FLASH_CUDA_VERSION,
+                .nvcc = JAX_FLASH_NVCC,
+                .archs = JAX_FLASH_CUDA_ARCHS,
+                .kernels = kernels},
+      .handlers = kHandlers,
+      .options = kOptions,
+      .operands = kOperands,
+      .workspace = kWorkspace,
+      .constants = kConstants,
+      .set_test_settings = set_test_settings,
+  };
 }
 
 }  // namespace
+}  // namespace jax_flash
 
-// A JSON object, owned by the library.
-extern "C" const char* JaxFlashDescription() {
-  static const std::string description = [] {
-    Names platforms = {"cpu"};
-    Names kernels;
-#ifdef JAX_FLASH_WITH_CUDA
-    platforms.push_back("CUDA");
-    kernels = jax_flash::cuda::kernel_names();
-#endif
-    return Json(Fields{
-        {"version", Json(JAX_FLASH_VERSION)},
-        {"ffi_version", Json(std::to_string(XLA_FFI_API_MAJOR) + '.' + std::to_string(XLA_FFI_API_MINOR))},
-        {"jaxlib", Json(JAX_FLASH_JAXLIB_VERSION)},
-        {"cuda", Json(JAX_FLASH_CUDA_VERSION)},
-        {"nvcc", Json(JAX_FLASH_NVCC)},
-        {"archs", Json(JAX_FLASH_CUDA_ARCHS)},
-        {"kernels", Json(kernels)},
-        {"platforms", Json(platforms)},
-        {"options", JsonOfOptions()},
-        {"operands", JsonOfTable(kOperands)},
-        {"workspace", JsonOfTable(kWorkspace)},
-        {"constants", JsonOfConstants()},
-    });
-  }();
-  return description.c_str();
+const jax_flash::Library* JaxFlashLibrary() {
+  static const jax_flash::Library library = jax_flash::describe();
+  return &library;
 }

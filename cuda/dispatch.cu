@@ -200,8 +200,8 @@ void set_test_settings(const char* kernels, const char* tile, const char* shared
               or_environment(shared_memory_per_block, kEnvironment.shared_memory_per_block)};
 }
 
-std::vector<std::string> kernel_names() {
-  std::vector<std::string> names;
+std::vector<const char*> kernel_names() {
+  std::vector<const char*> names;
   for (const Kernel& kernel : kKernels) names.push_back(kernel.name);
   return names;
 }

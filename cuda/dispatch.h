@@ -22,6 +22,6 @@ std::string run_backward_bias(const BackwardParams& params, cudaStream_t stream,
 void set_test_settings(const char* kernels, const char* tile, const char* shared_memory_per_block);
 
 // The rows of kernels.cmake, such as "forward sm80 bfloat16 128".
-std::vector<std::string> kernel_names();
+std::vector<const char*> kernel_names();
 
 }  // namespace jax_flash::cuda

@@ -49,9 +49,9 @@ def check_gpu_kernels() -> None:
     """
     if _CUDA_PLATFORM not in _library.registrations():
         raise NotImplementedError(
-            "This build of jax_flash has no CUDA kernels: no CUDA compiler was found when it was installed. "
-            "Install it again with `pip install --force-reinstall --no-cache-dir` where nvcc 12.9.1 or newer is "
-            'on the PATH or pip can download NVIDIA\'s compiler, or pass implementation="xla".'
+            "This build of jax_flash has no CUDA kernels, as it was installed without an NVIDIA driver and an nvcc. "
+            "Install it again with `pip install --force-reinstall --no-cache-dir -C cmake.define.JAX_FLASH_CUDA=ON`, "
+            'or pass implementation="xla".'
         )
     oldest_built = min(int(re.match(r"\d+", arch)[0]) for arch in _library.build_info()["archs"].split(";"))
     for device in local_gpus():

@@ -139,7 +139,8 @@ def _name_stably(op: ir.Operation, ctx: mlir.LoweringRuleContext, call: str) -> 
 @functools.cache
 def _fingerprint() -> str:
     """A hash of this code and its library, which decide what a call becomes but are not part of the program."""
-    digest = hashlib.sha256(_library.description())
+    tables = (_library.build_info(), _library.options(), _library.operands(), _library.workspace())
+    digest = hashlib.sha256(repr(tables).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()

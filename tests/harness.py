@@ -1,7 +1,6 @@
 """Runs rows of the table of cases and compares them with the exact results."""
 
 import contextlib
-import ctypes
 import functools
 import importlib.metadata
 import pathlib
@@ -109,14 +108,11 @@ def cuda_settings(
     The library reads those when it is loaded. They apply to settings that are None, and to all after the context.
     """
     settings = (kernels, tile, shared_memory_per_block)
-    set_settings = jax_flash._library._dll.JaxFlashSetTestSettings
-    set_settings.argtypes = [ctypes.c_char_p] * len(settings)
-    set_settings.restype = None
-    set_settings(*(setting if setting is None else setting.encode() for setting in settings))
+    jax_flash._library.set_test_settings(*settings)
     try:
         yield
     finally:
-        set_settings(None, None, None)
+        jax_flash._library.set_test_settings()
 
 
 def x64(dtype: str):

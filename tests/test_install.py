@@ -32,16 +32,17 @@ compiles = pytest.mark.skipif(
 
 @pytest.fixture
 def backend(monkeypatch, tmp_path):
-    """The build backend on a machine without nvcc and with an empty build folder."""
+    """The build backend on a machine with neither driver nor nvcc, and with an empty build folder."""
     monkeypatch.chdir(tmp_path)
-    for name in ("CUDACXX", "CUDA_HOME"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("CUDACXX", raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "none"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     spec = importlib.util.spec_from_file_location("build_backend", ROOT / "build_backend.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "_has_cuda_wheels", lambda: True)
+    monkeypatch.setattr(module, "_has_driver", lambda: False)
+    monkeypatch.setattr(module, "_gpus", list)
     return module
 
 
@@ -122,24 +123,23 @@ def test_wheel_size():
 
 def test_installed_files():
     files = {str(file) for file in importlib.metadata.files("jax_flash") if ".dist-info" not in file.parts[0]}
-    assert "jax_flash/libjax_flash.so" in files
+    native = {
+        file for file in files if re.fullmatch(r"jax_flash/(libjax_flash|_native(\.[\w-]+)?)\.so", file)
+    }
+    assert len(native) == 2
     if any("editable" in file for file in files):
         pytest.skip("an editable install has its Python files in the checkout")
     sources = [path.relative_to(ROOT) for path in (ROOT / "jax_flash").rglob("*") if path.is_file()]
     expected = {str(path) for path in sources if "__pycache__" not in path.parts}
-    assert {file for file in files if "__pycache__" not in file} == expected | {"jax_flash/libjax_flash.so"}
+    assert {file for file in files if "__pycache__" not in file} == expected | native
 
 
-def test_library_exports_only_its_handlers():
+def test_library_exports_only_its_description():
     if not shutil.which("nm"):
         pytest.skip("needs nm, of binutils")
     command = ["nm", "--dynamic", "--defined-only", "--format=posix", LIBRARY]
     names = {line.split()[0] for line in subprocess.check_output(command, text=True).splitlines()}
-    platforms = ("Cpu", "Cuda") if jax_flash.build_info()["cuda"] else ("Cpu",)
-    steps = ("Forward", "Backward", "BackwardBias")
-    handlers = {f"JaxFlash{step}{platform}" for step in steps for platform in platforms}
-    of_tests = {"JaxFlashSetTestSettings"} if jax_flash.build_info()["cuda"] else set()
-    assert names == handlers | of_tests | {"JaxFlashDescription"}
+    assert names == {"JaxFlashLibrary"}
 
 
 def test_library_needs_no_cuda_to_load():
@@ -163,9 +163,21 @@ def test_nvcc_of_environment(backend, monkeypatch, tmp_path):
     assert backend._nvcc({}) == other
 
 
+def test_nvcc_of_toolkit(backend, monkeypatch, tmp_path):
+    """An nvcc that the user did not ask for is taken only if there is something to run its kernels."""
+    monkeypatch.setattr(backend, "_nvcc_version", lambda nvcc: (13, 0, 88) if "cuda/bin" in str(nvcc) else ())
+    monkeypatch.delenv("CUDA_HOME")
+    toolkit = pathlib.Path("/usr/local/cuda/bin/nvcc")
+    assert backend._nvcc({}) is None
+    assert backend._nvcc({"cmake.define.JAX_FLASH_CUDA": "ON"}) == toolkit
+    monkeypatch.setattr(backend, "_has_driver", lambda: True)
+    assert backend._nvcc({}) == toolkit
+
+
 @pytest.mark.parametrize("version", ["11.8.89", "12.8.61", "12.8.93", "12.9.41"])
-def test_nvcc_too_old(backend, tmp_path, capsys, version):
+def test_nvcc_too_old(backend, monkeypatch, tmp_path, capsys, version):
     """The build requests NVIDIA's wheels instead."""
+    monkeypatch.setattr(backend, "_has_driver", lambda: True)
     nvcc = write_nvcc(tmp_path / "bin" / "nvcc", version)
     requirements = backend._requirements({})
     assert requirements[1:] == [f"{package}==13.0.*" for package in backend._CUDA_PACKAGES]
@@ -175,14 +187,80 @@ def test_nvcc_too_old(backend, tmp_path, capsys, version):
             backend._nvcc({"cmake.define.JAX_FLASH_CUDA": choice})
 
 
-def test_no_nvcc(backend, monkeypatch, capsys):
-    assert len(backend._requirements({})) == 1 + len(backend._CUDA_PACKAGES)
+def test_no_nvcc(backend, monkeypatch):
+    """NVIDIA's compiler is downloaded only for a driver or by request."""
+    with_compiler = ["jaxlib==0.7.2", *(f"{package}==13.0.*" for package in backend._CUDA_PACKAGES)]
+    assert backend._requirements({}) == ["jaxlib==0.7.2"]
+    assert backend._requirements({"cmake.define.JAX_FLASH_CUDA": "ON"}) == with_compiler
+    monkeypatch.setattr(backend, "_has_driver", lambda: True)
+    assert backend._requirements({}) == with_compiler
     assert backend._requirements({"cmake.define.JAX_FLASH_CUDA": "OFF"}) == ["jaxlib==0.7.2"]
     monkeypatch.setattr(backend, "_has_cuda_wheels", lambda: False)
     assert backend._requirements({}) == ["jaxlib==0.7.2"]
-    assert "CPU only" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="JAX_FLASH_CUDA=PYPI"):
-        backend._nvcc({"cmake.define.JAX_FLASH_CUDA": "PYPI"})
+    for choice in ("PYPI", "ON"):
+        with pytest.raises(SystemExit, match=f"JAX_FLASH_CUDA={choice}: no usable nvcc"):
+            backend._nvcc({"cmake.define.JAX_FLASH_CUDA": choice})
+
+
+class Driver:
+    """A libcuda with GPUs of these compute capabilities."""
+
+    def __init__(self, *capabilities: int):
+        self.capabilities = capabilities
+
+    def cuInit(self, flags):  # noqa: N802
+        return 0 if self.capabilities else 100  # CUDA_ERROR_NO_DEVICE
+
+    def cuDeviceGetCount(self, count):  # noqa: N802
+        count._obj.value = len(self.capabilities)
+        return 0
+
+    def cuDeviceGetAttribute(self, value, attribute, device):  # noqa: N802
+        value._obj.value = divmod(self.capabilities[device], 10)[{75: 0, 76: 1}[attribute]]
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "has_driver", "archs"),
+    [
+        ((), True, None),  # such as a build in a container: for the whole list
+        ((90,), True, "90"),
+        ((90, 86, 90), True, "86;90"),
+        ((75, 120), True, "120"),
+        ((75, 61), False, None),
+        (None, False, None),
+    ],
+)
+def test_gpus_of_this_machine(backend, monkeypatch, tmp_path, gpus, has_driver, archs):
+    monkeypatch.undo()
+    monkeypatch.setattr(backend, "_libcuda", lambda: None if gpus is None else Driver(*gpus))
+    monkeypatch.setattr(backend.Path, "exists", lambda path: False)
+    assert backend._has_driver() == has_driver
+    settings = {"cmake.define.JAX_FLASH_CUDA": str(write_nvcc(tmp_path / "nvcc", "13.0.88"))}
+    settings["cmake.define.JAX_FLASH_JAXLIB_INCLUDE"] = "/headers"
+    assert backend._resolve(settings).get("cmake.define.JAX_FLASH_CUDA_ARCHS") == archs
+    chosen = settings | {"cmake.define.JAX_FLASH_CUDA_ARCHS": "80;90"}
+    assert backend._resolve(chosen)["cmake.define.JAX_FLASH_CUDA_ARCHS"] == "80;90"
+
+
+def test_announcement(backend, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
+    define = "cmake.define.JAX_FLASH_"
+    cpu_only = {define + "NVCC": ""}
+    text = backend._announcement("", cpu_only)
+    assert "for the CPU only, as this machine has neither" in text
+    assert "about 1 min on 2 cores" in text
+    assert "-C cmake.define.JAX_FLASH_CUDA=ON" in text
+    assert "as this machine" not in backend._announcement("OFF", cpu_only)
+    text = backend._announcement("", {define + "NVCC": "/bin/nvcc", define + "CUDA_ARCHS": "86;90"})
+    assert "for GPUs of compute capability 8.6 and 9.0, with /bin/nvcc" in text
+    assert "-C cmake.define.JAX_FLASH_CUDA=OFF" in text
+
+
+def test_no_compiler(backend, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(SystemExit, match=r"needs a C\+\+ compiler"):
+        backend._resolve({"cmake.define.JAX_FLASH_CUDA": "OFF"})
 
 
 def test_compiler_is_not_that_of_python(backend, monkeypatch, tmp_path):
@@ -196,7 +274,8 @@ def test_compiler_is_not_that_of_python(backend, monkeypatch, tmp_path):
     assert os.environ["CXX"] == "mine"
 
 
-def test_headers_given(backend):
+def test_headers_given(backend, monkeypatch):
+    monkeypatch.setenv("CXX", "g++")
     settings = {"cmake.define.JAX_FLASH_JAXLIB_INCLUDE": "/headers", "cmake.define.JAX_FLASH_CUDA": "OFF"}
     assert backend._requirements(settings) == []
     assert backend._resolve(settings) == {

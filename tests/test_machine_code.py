@@ -47,15 +47,15 @@ def functions() -> dict[str, list[tuple[int, str]]]:
     }
 
 
-def test_newest_ptx_is_embedded():
-    """GPUs newer than all machine code compile PTX, which should be that of the newest architecture."""
+def test_ptx_is_embedded():
+    """GPUs newer than all machine code compile PTX, that of the oldest architecture; the sums of dq have better."""
     command = [disassembler(), "--list-ptx", str(LIBRARY)]
     files = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    embedded = {int(capability) for capability in re.findall(r"\.sm_(\d+)\.ptx", files)}
+    embedded = [int(capability) for capability in re.findall(r"\.sm_(\d+)\.ptx", files)]
     built = [int(re.match(r"\d+", arch)[0]) for arch in jax_flash.build_info()["archs"].split(";")]
-    assert max(built) in embedded
-    if built == [80, 90]:  # no generation is skipped in between
-        assert embedded == {90}
+    assert set(embedded) == set(built)
+    units = {tuple(name.split()) for name in jax_flash.build_info()["kernels"] if " sm80 " in name}
+    assert embedded.count(min(built)) >= len(units) / 2  # a unit has two arithmetics
 
 
 def is_product(text: str) -> bool:
