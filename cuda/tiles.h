@@ -1,4 +1,4 @@
-// Tile sizes of all kernels, and what limits each.
+// Tile sizes, and what limits each; Hopper's kernel for the gradient of a bias has its own.
 #pragma once
 
 #include <cstdint>

@@ -2,8 +2,8 @@
 //
 // An option that may be present costs a test in every block, and such tests and their addresses take as long
 // as the softmax. So the most common options have loops of their own. A kernel's Config carries the policy of
-// the kernel; where a kernel has several loops, each has a narrower one. PairOptions and is_general
-// (options.cuh) choose among kernels and loops at run time.
+// the kernel; where a kernel has several loops, all but the last have narrower ones. PairOptions and
+// is_general (options.cuh) choose among kernels and loops at run time.
 #pragma once
 
 namespace jax_flash::cuda {

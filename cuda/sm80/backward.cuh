@@ -131,21 +131,22 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   constexpr bool kMayHaveMask = Config::kPolicy.may_have_mask(), kMayHaveOthers = Config::kPolicy.others;
   constexpr int kHeadDim = Config::kHeadDim;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kThreads = Config::kThreads;
-  // A warp's parts: scores [kScoreRows, kScoreColumns], dk and dv [kDkvRows, kDkvColumns], dq [kDqRows,
-  // kDqColumns].
+  // A warp's parts: scores [kScoreRows, kScoreColumns], dk and dv [kDkvRows, kDkvColumns], dq [kWarpDqRows,
+  // kWarpDqColumns].
   constexpr int kScoreRows = kBlockM / kTile.score_warps_m;
   constexpr int kScoreColumns = kBlockN / (kTile.warps / kTile.score_warps_m);
   constexpr int kDkvRows = kBlockN / kTile.dkv_warps_n;
   constexpr int kDkvColumns = kHeadDim / (kTile.warps / kTile.dkv_warps_n);
-  constexpr int kDqRows = kBlockM / kTile.dq_warps_m;
-  constexpr int kDqColumns = kHeadDim / (kTile.warps / kTile.dq_warps_m);
+  constexpr int kWarpDqRows = kBlockM / kTile.dq_warps_m;
+  constexpr int kWarpDqColumns = kHeadDim / (kTile.warps / kTile.dq_warps_m);
   const BackwardParams& params = arguments.params;
   const int warp = threadIdx.x / 32;
   const int score_row = warp % kTile.score_warps_m * kScoreRows;
   const int score_column = warp / kTile.score_warps_m * kScoreColumns;
   const int dkv_row = warp % kTile.dkv_warps_n * kDkvRows,
             dkv_column = warp / kTile.dkv_warps_n * kDkvColumns;
-  const int dq_row = warp % kTile.dq_warps_m * kDqRows, dq_column = warp / kTile.dq_warps_m * kDqColumns;
+  const int dq_row = warp % kTile.dq_warps_m * kWarpDqRows,
+            dq_column = warp / kTile.dq_warps_m * kWarpDqColumns;
 
   // ---- Tile: the first keys come first; with a causal mask the most rows see them ----
   const int seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
@@ -219,7 +220,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   float* gDq0 = arguments.dq_accum + (q_row0 + dq_row + lane_id() / 4) * dq_stride +
                 int64_t{first_head} * head_dim + dq_column;
   // Does every run of this warp's columns lie within head_dim, aligned?
-  const bool dq_columns_whole = dq_column + kDqColumns <= head_dim && head_dim % kRunColumns<Arithmetic> == 0;
+  const bool dq_columns_whole =
+      dq_column + kWarpDqColumns <= head_dim && head_dim % kRunColumns<Arithmetic> == 0;
   uint32_t stage = 0;
 #pragma unroll 1
   for (; walk.blocks > 0; walk.advance()) {
@@ -307,15 +309,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     // ---- dq += ds k ----
     if (arguments.dq_accum) {
       float* gDq = gDq0 + m_start * dq_stride + int64_t{head - first_head} * head_dim;
-      float dq[kDqRows / 16][kDqColumns / 8][4];
+      float dq[kWarpDqRows / 16][kWarpDqColumns / 8][4];
       clear(dq);
       multiply_add<Arithmetic, kBlockN / kStepK<Arithmetic>>(
-          dq, KMajorA<Arithmetic, ScoreTile, kDqRows / 16>(sDs, dq_row),
+          dq, KMajorA<Arithmetic, ScoreTile, kWarpDqRows / 16>(sDs, dq_row),
           MnMajorB<Arithmetic, KvTile>(sK, dq_column));
       // A branch around an addition would wait for earlier additions to leave, so whole tiles have no branch.
       auto add = [&]<bool kWhole>(std::bool_constant<kWhole>) {
 #pragma unroll
-        for (int mt = 0; mt < kDqRows / 16; ++mt) {
+        for (int mt = 0; mt < kWarpDqRows / 16; ++mt) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const bool row_valid = kWhole || m_start + dq_row + accumulator_row(mt, h) < mask.q_length;

@@ -55,8 +55,8 @@
 //   tail         1: warp 0 or 1, with TMA       block with rows  that warp   rows that it then fills with
 //                                               that do not                  zeros, before it arrives at
 //                                               count                        full itself
-//   item full    1: warp 0                      item             all other   the number of an item
-//                                                                warps       (item_ring.cuh)
+//   item full    1: warp 0                      item             warps 1, 2, the number of an item
+//                                                                consumers   (item_ring.cuh)
 //   item empty   10: a lane of warps 1 and 2    item             warp 0      the same, until all have read
 //                and of each consumer warp                                   it
 //   bar 1        256: both consumers            block of         both        ds, and p^T where it is shared,
@@ -170,6 +170,7 @@ struct BackwardConfig {
   using Queries = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/false, kBlockN, kBlockM>;
   static constexpr int kQueries = kByKeys ? kBlockM : kBlockM / 2;    // of a consumer's scores
   static constexpr int kColumns = kByKeys ? kHeadDim : kHeadDim / 2;  // of a consumer's dk and dv
+  static_assert(kColumns % kChunkColumns == 0, "a consumer's columns of dk and dv must be whole chunks");
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
   // setmaxnreg redistributes the 168 registers a thread that the block was launched with.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;

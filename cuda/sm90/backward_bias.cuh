@@ -36,8 +36,8 @@
 //   tail         1: warp 0 or 1, with TMA       block with rows  that warp   rows that it then fills with
 //                                               that do not                  zeros, before it arrives at
 //                                               count                        full itself
-//   item full    1: warp 0                      tile             all other   the number of a tile
-//                                                                warps       (item_ring.cuh)
+//   item full    1: warp 0                      tile             warp 1,     the number of a tile
+//                                                                consumers   (item_ring.cuh)
 //   item empty   9: a lane of warp 1 and of     tile             warp 0      the same, until all have read
 //                each consumer warp                                          it
 #pragma once
@@ -100,6 +100,7 @@ struct BackwardBiasConfig {
   using WarpBias = BiasBuffer</*kTransposed=*/false, kPartN>;
 
   // Shared memory: tiles of kChunks times [rows, 64] elements, swizzled.
+  static_assert(kHeadDim % kChunkColumns == 0, "rows must be whole chunks");
   static constexpr int kChunks = kHeadDim / kChunkColumns;
   static constexpr int kQChunkBytes = kBlockM * kChunkRowBytes, kKvChunkBytes = kPartN * kChunkRowBytes;
   static constexpr int kQBytes = kChunks * kQChunkBytes, kKvBytes = kChunks * kKvChunkBytes;

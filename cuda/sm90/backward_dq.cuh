@@ -90,6 +90,7 @@ struct BackwardDqConfig {
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
   // Shared memory: tiles of kChunks times [rows, 64] elements, swizzled.
+  static_assert(kHeadDim % kChunkColumns == 0, "rows must be whole chunks");
   static constexpr int kChunks = kHeadDim / kChunkColumns;
   static constexpr int kQChunkBytes = kBlockM * kChunkRowBytes, kKvChunkBytes = kBlockN * kChunkRowBytes;
   static constexpr int kQBytes = kChunks * kQChunkBytes, kKvBytes = kChunks * kKvChunkBytes;

@@ -14,7 +14,8 @@ namespace jax_flash::cuda::sm90 {
 
 // [B, N, ceil(T / 16), H / 8] tiles of 16 rows and 8 columns, each [32, 4]: what the lanes hold.
 struct DqFragments {
-  static constexpr int kTileBytes = 32 * 16;
+  static constexpr int kTileRows = 16, kTileColumns = 8, kTileBytes = 4 * kTileRows * kTileColumns;
+  static_assert(kDqRows % kTileRows == 0, "dq_accum must have room for whole tiles (workspace.def)");
 
   float* tiles;
   int num_heads;
@@ -24,19 +25,20 @@ struct DqFragments {
   explicit DqFragments(const BackwardParams& params)
       : tiles(params.dq_accum),
         num_heads(static_cast<int>(params.num_heads)),
-        row_tiles(static_cast<int>(ceil_div(params.seqlen_q, 16))),
-        column_tiles(static_cast<int>(params.head_dim / 8)) {}
+        row_tiles(static_cast<int>(ceil_div(params.seqlen_q, kTileRows))),
+        column_tiles(static_cast<int>(params.head_dim / kTileColumns)) {}
 
   // Of the whole, in floats.
   static int64_t size(const BackwardParams& params) {
-    return params.batch * params.num_heads * ceil_div(params.seqlen_q, 16) * 16 * params.head_dim;
+    return params.batch * params.num_heads * ceil_div(params.seqlen_q, kTileRows) * kTileRows *
+           params.head_dim;
   }
 
   // The tile that begins at (row, column); those to its right follow.
   __device__ float* tile(int batch, int head, int row, int column) const {
-    return tiles +
-           (((int64_t{batch} * num_heads + head) * row_tiles + row / 16) * column_tiles + column / 8) *
-               (kTileBytes / 4);
+    return tiles + (((int64_t{batch} * num_heads + head) * row_tiles + row / kTileRows) * column_tiles +
+                    column / kTileColumns) *
+                       (kTileBytes / 4);
   }
 };
 
@@ -80,7 +82,7 @@ __global__ void __launch_bounds__(256)
         if (i == other) row[2 * i] = static_cast<Element>(low), row[2 * i + 1] = static_cast<Element>(high);
       }
     }
-    const int position = 16 * row_tile + accumulator_row(0, h);
+    const int position = DqFragments::kTileRows * row_tile + accumulator_row(0, h);
     if (part < tiles && position < seqlen_q) {
       const int64_t token = batch_and_head / accum.num_heads * seqlen_q + position;
       const int64_t head = batch_and_head % accum.num_heads;
