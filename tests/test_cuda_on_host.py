@@ -34,7 +34,11 @@ def kernels(tmp_path) -> list[tuple[str, str, str, int]]:
     script.write_text(
         "cmake_minimum_required(VERSION 3.24)\n"
         "set(JAX_FLASH_CUDA_ARCHS 80 90)\n"
-        'function(jax_flash_kernel)\n  message(STATUS "${ARGV}")\nendfunction()\n'
+        "function(jax_flash_kernels direction arch arithmetics head_dim)\n"
+        "  foreach(arithmetic IN LISTS arithmetics)\n"
+        '    message(STATUS "${direction};${arch};${arithmetic};${head_dim}")\n'
+        "  endforeach()\n"
+        "endfunction()\n"
         f'include("{ROOT / "cuda" / "kernels.cmake"}")\n'
     )
     printed = subprocess.check_output(["cmake", "-P", script], text=True)
