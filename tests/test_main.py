@@ -1,11 +1,16 @@
 """`python -m jax_flash`: what its options run, what it prints and writes, and its errors."""
 
+import contextlib
 import csv
 import importlib.metadata
+import itertools
 import os
+import pathlib
+import pty
 import re
 import subprocess
 import sys
+import termios
 
 import jax
 import numpy as np
@@ -13,10 +18,11 @@ import oracle
 import pytest
 
 import jax_flash
-from jax_flash._command_line import arguments, check, comparison, devices, measure, progress
+from jax_flash._command_line import arguments, check, devices, measure
 from jax_flash._command_line.case import TENSORS, Case
 from jax_flash._command_line.main import main
 
+ROOT = pathlib.Path(__file__).parents[1]
 SMALL = ["--seq-len", "24", "--heads", "2", "--head-dim", "8", "--batch", "1"]
 
 
@@ -37,15 +43,20 @@ def on_platform(platform):
     return ["--device", {"cpu": "cpu", "cuda": "gpu"}[platform]]
 
 
-def rows_of_table(printed: str) -> list[str]:
-    return re.findall(r"^((?:full|causal) +forward.*)$", printed, re.MULTILINE)
+HEADS = {"jax_flash": "jax_flash +ms", "errors": "Largest error", "XLA": "XLA +ms"}
+
+
+def rows_of_table(printed: str, table: str) -> list[str]:
+    """The rows below one of the heads."""
+    block = re.search(rf"^{HEADS[table]}.*\n((?:(?:full|causal) +forward.*\n)*)", printed, re.MULTILINE)
+    return block[1].splitlines() if block else []
 
 
 def table_of_errors(printed: str) -> list[dict[str, float]]:
-    """The errors in each row of the table."""
+    """The errors in each row of their table."""
     return [
         {name: float(error) for name, error in re.findall(r"(out|d[qkv]) ([0-9.e+-]+)", row)}
-        for row in rows_of_table(printed)
+        for row in rows_of_table(printed, "errors")
     ]
 
 
@@ -59,29 +70,138 @@ def matrix(printed: str, name: str) -> np.ndarray:
 # ---- One case -----------------------------------------------------------------------------------------------
 
 
-def test_without_options(monkeypatch, capsys):
-    """The standard case, full and causal, replaced by a smaller one here."""
+@pytest.fixture
+def small_standard_case(monkeypatch):
     monkeypatch.setitem(arguments.STANDARD_CASES, "cpu", Case("float32", 1, 64, 2, 8))
+
+
+def test_without_options(small_standard_case, capsys):
+    """The standard case, full and causal."""
     assert main(["--device", "cpu"]) == 0
-    printed, progress = capsys.readouterr()
+    printed, on_stderr = capsys.readouterr()
     assert f"jax_flash  {jax_flash.__version__}, on jax {jax.__version__}" in printed
     assert "inputs     normal float32 [1, 64, 2, 8]: batch, length, heads, head dim" in printed
-    assert [row.split()[0] for row in rows_of_table(printed)] == ["full", "full", "causal", "causal"]
+    for table in HEADS:
+        rows = rows_of_table(printed, table)
+        assert [row.split()[0] for row in rows] == ["full", "full", "causal", "causal"]
+        assert ["backward" in row for row in rows] == [False, True, False, True]
     errors = table_of_errors(printed)
     assert [set(row) for row in errors] == 2 * [{"out"}, {"out", "dq", "dk", "dv"}]
     assert all(0 < error < 1e-5 for row in errors for error in row.values())
     assert "All checks passed." in printed
-    assert progress.splitlines()[0] == "0/10 full: reference in float64"
-    assert len(progress.splitlines()) == 10
+    assert on_stderr == ""
 
 
-def test_as_a_program(tmp_path):
-    """In a separate process, as a user starts it."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "jax_flash", *SMALL, "--causal"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert len(rows_of_table(done.stdout)) == 2
+def test_ratios_are_those_of_the_figures(small_standard_case, monkeypatch, capsys):
+    clock = {"jax_flash": 0.25, "XLA": 0.75}
+    names = iter(2 * 2 * ["jax_flash"] + 2 * 2 * ["XLA"])
+    monkeypatch.setattr(measure, "_seconds_per_call", lambda *_, **__: clock[next(names)])
+    assert main(["--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    for ours, xla in zip(rows_of_table(printed, "jax_flash"), rows_of_table(printed, "XLA"), strict=True):
+        milliseconds, mebibytes = (float(x) for x in ours.split()[-2:])
+        assert milliseconds == 250
+        xla_milliseconds, xla_mebibytes, *_ = re.findall(r"[0-9.]+", xla)
+        assert float(xla_milliseconds) == 750
+        ratio = float(xla_mebibytes) / mebibytes
+        assert xla.endswith(f"   3.0 times the time, {ratio:.1f} times the memory")
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "rows"),
+    [
+        (jax, "vjp", {"jax_flash": 1, "errors": 0, "XLA": 0}),  # of the first backward pass
+        (check, "exact", {"jax_flash": 4, "errors": 0, "XLA": 0}),
+        (jax.nn, "dot_product_attention", {"jax_flash": 4, "errors": 4, "XLA": 0}),
+    ],
+    ids=["backward pass", "reference", "XLA"],
+)
+def test_a_row_waits_for_no_later_program(module, function, rows, small_standard_case, monkeypatch, capsys):
+    """Before a program is first traced, the rows that do not need it are printed."""
+
+    class Interrupted(BaseException):
+        """Not an `Exception`, which would become a row."""
+
+    def interrupt(*_, **__):
+        raise Interrupted
+
+    monkeypatch.setattr(module, function, interrupt)
+    with pytest.raises(Interrupted):
+        main(["--device", "cpu"])
+    printed = capsys.readouterr().out
+    assert {table: len(rows_of_table(printed, table)) for table in HEADS} == rows
+
+
+def test_ends_with_what_to_do_next(small_standard_case, capsys):
+    """The lines of Python run, and the options exist."""
+    assert main(["--device", "cpu"]) == 0
+    *_, lines = capsys.readouterr().out.split("\n\n")
+    assert len(lines.splitlines()) <= 8
+    assert max(len(line) for line in lines.splitlines()) <= 80
+    shape = (2, 24, 3, 8)
+    names = {name: np.ones(shape, np.float32) for name in ("query", "key", "value")}
+    exec("\n".join(re.findall(r"^  (import .*|out = .*)$", lines, re.MULTILINE)), names)
+    assert names["out"].shape == shape
+    parser = arguments.make_parser()
+    options = re.findall(r"^  python -m jax_flash (--[a-z-]+)", lines, re.MULTILINE)
+    assert options == ["--sweep", "--help"]
+    assert set(options) <= set(parser._option_string_actions)
+    for path in re.findall(r"\b(README\.md|docs)\b", lines):
+        assert (ROOT / path).exists()
+    assert main(["--device", "cpu", *SMALL]) == 0
+    assert capsys.readouterr().out.endswith("All checks passed.\n")
+
+
+def start(*options: str, **streams) -> subprocess.Popen:
+    """Starts a separate process, as a user does."""
+    command = [sys.executable, "-m", "jax_flash", *SMALL, *options]
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    return subprocess.Popen(command, env=environment | {"JAX_PLATFORMS": "cpu"}, cwd=ROOT, **streams)
+
+
+def test_as_a_program():
+    """Into pipes: no report of progress, and no character that moves the cursor."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with start("--causal", **pipes) as process:
+        printed, on_stderr = process.communicate()
+    assert process.returncode == 0, on_stderr
+    assert on_stderr == ""
+    assert len(rows_of_table(printed, "jax_flash")) == 2
+    assert "1/6" not in printed
+    assert re.findall(r"[^\n -~]", printed) == []
+
+
+@pytest.mark.parametrize("columns", [80, 50])
+def test_on_a_terminal(columns):
+    """Progress is one line that is rewritten, shorter than the terminal is wide, and gone at the end."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, columns))
+    with (
+        start("--causal", stdout=theirs, stderr=theirs) as process,
+        os.fdopen(ours, "rb") as file,
+    ):
+        os.close(theirs)
+        written = b""
+        with contextlib.suppress(OSError):  # what Linux raises when the process has ended
+            while chunk := file.read1():
+                written += chunk
+    printed = written.decode().replace("\r\n", "\n")
+    assert process.returncode == 0, printed
+    reports = re.findall(r"\r(\[[# ]{30}\] \d/6 .*?)\r", printed)
+    assert [report.split("] ")[1][:3] for report in reports] == [f"{step}/6" for step in range(6)]
+    assert {len(report) for report in reports} == {columns - 1}
+    shown = [shown_on_a_line(line) for line in printed.split("\n")]
+    assert not any("/6 " in line for line in shown)
+    assert len(rows_of_table("\n".join(shown), "jax_flash")) == 2
+    assert "All checks passed." in shown
+
+
+def shown_on_a_line(written: str) -> str:
+    """What is left where each carriage return was followed by writing over the line."""
+    shown = ""
+    for part in written.split("\r"):
+        shown = part + shown[len(part) :]
+    return shown.rstrip()
 
 
 @pytest.mark.parametrize(
@@ -92,7 +212,8 @@ def test_one_case(dtype, init, on_platform, capsys):
     assert main([*on_platform, *SMALL, "--dtype", dtype, "--init", init, "--causal"]) == 0
     printed = capsys.readouterr().out
     assert f"{init} {dtype} [1, 24, 2, 8]" in printed
-    assert [row.split()[0] for row in rows_of_table(printed)] == ["causal", "causal"]
+    for table in HEADS:
+        assert [row.split()[0] for row in rows_of_table(printed, table)] == ["causal", "causal"]
 
 
 def test_float64(capsys):
@@ -100,20 +221,16 @@ def test_float64(capsys):
     assert all(error < 1e-13 for row in table_of_errors(capsys.readouterr().out) for error in row.values())
 
 
-def test_omitted_sizes_are_the_standard_ones(monkeypatch, capsys):
-    ran: list[Case] = []
-    monkeypatch.setattr(
-        comparison,
-        "compare",
-        lambda case, *_: ran.append(case) or comparison.Comparison([], [], True, (), ()),
-    )
-    monkeypatch.setattr(comparison, "show", lambda *_: "")
-    for options in ([], ["--causal"], ["--seq-len", "7", "--batch", "3"], ["--show", "--heads", "3"]):
-        ran_before = len(ran)
-        assert main(["--device", "cpu", *options]) == 0
-        assert len(ran) - ran_before == (1 if options else 2)
-    assert [case.is_causal for case in ran] == [False, True, True, False, False]
-    assert [case.shape for case in ran] == [(1, 4096, 4, 64)] * 3 + [(3, 7, 4, 64), (1, 8, 3, 4)]
+def test_omitted_sizes_are_the_standard_ones():
+    parser = arguments.make_parser()
+    selected = [
+        arguments.cases(parser.parse_args(options), "cpu")
+        for options in ([], ["--causal"], ["--seq-len", "7", "--batch", "3"], ["--show", "--heads", "3"])
+    ]
+    assert [len(cases) for cases in selected] == [2, 1, 1, 1]
+    cases = list(itertools.chain(*selected))
+    assert [case.is_causal for case in cases] == [False, True, True, False, False]
+    assert [case.shape for case in cases] == [(1, 2048, 4, 64)] * 3 + [(3, 7, 4, 64), (1, 8, 3, 4)]
 
 
 @pytest.mark.parametrize(("rows", "is_causal"), [(24, False), (7, False), (7, True)])
@@ -151,8 +268,8 @@ def test_wrong_results_fail(dtype, fault, monkeypatch, capsys):
     monkeypatch.setattr(jax_flash, "flash_attention", wrong)
     assert main([*SMALL, "--device", "cpu", "--dtype", dtype]) == 1
     printed = capsys.readouterr().out
-    assert "A CHECK FAILED." in printed
-    assert "FAILED (limit " in rows_of_table(printed)[0]
+    assert printed.endswith("A CHECK FAILED.\n")
+    assert re.search(r"^FAILED: full forward: out [^ ]+ \(limit [^ ]+\)$", printed, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", ["query", "key"])
@@ -167,7 +284,8 @@ def test_wrong_gradients_fail(name, monkeypatch, capsys):
 
     monkeypatch.setattr(jax_flash, "flash_attention", wrong)
     assert main([*SMALL, "--device", "cpu", "--dtype", "bfloat16", "--init", "uniform"]) == 1
-    assert f"d{name[0]}" in capsys.readouterr().out.split(" FAILED")[0].split(",")[-1]
+    failures = re.findall(r"^FAILED: (.*) [^ ]+ \(limit ", capsys.readouterr().out, re.MULTILINE)
+    assert failures == [f"full forward + backward: d{name[0]}"]
 
 
 def test_reports_an_error_of_xla(monkeypatch, capsys):
@@ -177,7 +295,10 @@ def test_reports_an_error_of_xla(monkeypatch, capsys):
     monkeypatch.setattr(jax.nn, "dot_product_attention", refuse)
     assert main([*SMALL, "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
-    assert all(" failed " in row for row in rows_of_table(printed))
+    rows = rows_of_table(printed, "XLA")
+    assert len(rows) == 2
+    assert all(row.endswith(" failed") for row in rows)
+    assert len(table_of_errors(printed)) == 2
     assert "XLA's attention, full forward: not here\n" in printed
 
 
@@ -248,7 +369,7 @@ def sweep_rows(folder) -> dict[tuple[int, str, str], dict[str, str]]:
 def test_sweep(on_platform, tmp_path, capsys):
     folder = tmp_path / "new" / "folder"
     assert main([*on_platform, *TINY_SWEEP, "--causal", "--output", str(folder)]) == 0
-    printed, progress = capsys.readouterr()
+    printed = capsys.readouterr().out
     rows = sweep_rows(folder)
     passes, attentions = ("forward", "forward + backward"), ("jax_flash", "XLA")
     assert list(rows) == [(n, p, a) for n in (512, 1024) for p in passes for a in attentions]
@@ -272,7 +393,6 @@ def test_sweep(on_platform, tmp_path, capsys):
         line = re.search(rf"^ *{length:,}  (.*)$", printed, re.MULTILINE)[1].split()
         milliseconds = [float(rows[length, p, a]["milliseconds"]) for p in passes for a in attentions]
         np.testing.assert_allclose([float(x) for x in line[::2]], milliseconds, atol=0.006)
-    assert len(progress.splitlines()) == 8
     assert "not run" not in printed
 
 
@@ -373,16 +493,6 @@ def test_time_is_that_of_one_call(monkeypatch):
         assert measure._seconds_per_call(call, asynchronous) == pytest.approx(3e-3)
 
 
-def test_bar_on_a_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    bar = progress.Progress(2)
-    bar("one")
-    bar("two")
-    assert f"\r[{'#' * 15:30}] 1/2 two" in capsys.readouterr().err
-    bar.clear()
-    assert capsys.readouterr().err.strip() == ""
-
-
 # ---- Errors --------------------------------------------------------------------------------------------------
 
 
@@ -460,21 +570,16 @@ def test_no_gpu(capsys):
     assert "--device gpu: " in error_of(["--device", "gpu"], capsys)
 
 
-def test_help(capsys):
+def test_help(monkeypatch, capsys):
+    """It names every option and fits on a screen."""
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stopped:
         main(["--help"])
     assert stopped.value.code == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    for option in (
-        "--seq-len",
-        "--head-dim",
-        "--heads",
-        "--batch",
-        "--dtype",
-        "--causal",
-        "--init",
-        "--show",
-        "--sweep",
-    ):
-        assert option in printed
-    assert "lengths from 512 in powers of two" in printed
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert max(len(line) for line in lines) <= 80
+    options = arguments.make_parser()._option_string_actions
+    assert {"--seq-len", "--init", "--show", "--sweep", "--output"} <= set(options)
+    for option in options:
+        assert any(re.match(rf"  (-h, )?{option}( |,|$)", line) for line in lines), option

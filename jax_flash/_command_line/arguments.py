@@ -12,25 +12,17 @@ from . import sweep
 from .case import INITS, Case, load
 
 STANDARD_CASES = {
-    "cpu": Case("float32", batch=1, seq_len=4096, heads=4, head_dim=64),
+    "cpu": Case("float32", batch=1, seq_len=2048, heads=4, head_dim=64),
     "gpu": Case("bfloat16", batch=4, seq_len=4096, heads=16, head_dim=128),
 }
 DEFAULT_OUTPUT = pathlib.Path("jax_flash_sweep")
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _SIZES = ("batch", "seq_len", "heads", "head_dim")
 _SHOW_SIZES = {"batch": 1, "seq_len": 8, "heads": 1, "head_dim": 4}  # fit on a terminal
 
 _DESCRIPTION = """\
-Runs attention forward and backward on this machine's best device, checks it against a
-float64 reference, and prints its error, time and memory beside XLA's attention. Without
-arguments it runs a standard case, full and causal. Options select another case, print
-its numbers (--show) or run many lengths (--sweep)."""
-
-_EPILOG = """\
-examples:
-  %(prog)s --seq-len 1000 --head-dim 72 --dtype float16 --causal
-  %(prog)s --show --init ones
-  %(prog)s --init npy qkv.npy
-  %(prog)s --sweep --causal --output causal"""
+Checks attention on this machine's best device against float64 and times it
+beside XLA's, for a standard case or yours. Details: docs/command_line.md"""
 
 
 def _positive(text: str) -> int:
@@ -72,64 +64,45 @@ class _Init(argparse.Action):
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser; its help fits on a screen of 24 lines."""
     parser = argparse.ArgumentParser(
         prog="python -m jax_flash",
+        usage="%(prog)s [options]",
         description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=26),
         allow_abbrev=False,
+        add_help=False,
     )
-    parser.add_argument(
-        "--device",
-        choices=STANDARD_CASES,
-        help="default: a GPU that this build has kernels for, else the CPU",
-    )
+    general = parser.add_argument_group()
+    general.add_argument("-h", "--help", action="help", help="print this and exit")
+    general.add_argument("--device", choices=STANDARD_CASES, help="default: a GPU with kernels, else the CPU")
 
-    case = parser.add_argument_group(
-        "case", "Any of these runs a single case. The others default to the standard case."
-    )
+    case = parser.add_argument_group("a case of yours")
     case.add_argument("--seq-len", type=_positive, metavar="T", help="number of queries and of keys")
-    case.add_argument("--head-dim", type=_positive, metavar="H")
-    case.add_argument("--heads", type=_positive, metavar="N")
-    case.add_argument("--batch", type=_positive, metavar="B")
-    case.add_argument("--dtype", choices=("bfloat16", "float16", "float32", "float64"))
+    case.add_argument("--head-dim", type=_positive, metavar="H", help="size of a query, key or value")
+    case.add_argument("--heads", type=_positive, metavar="N", help="number of heads")
+    case.add_argument("--batch", type=_positive, metavar="B", help="number of sequences")
+    case.add_argument("--dtype", choices=_DTYPES, metavar="DTYPE", help=", ".join(_DTYPES))
     case.add_argument("--causal", action="store_true", help="query i sees keys 0 to i only")
     case.add_argument(
-        "--init",
-        action=_Init,
-        nargs="+",
-        metavar=("|".join([*INITS, "npy"]), "FILE"),
-        help="values of Q, K and V: normal (default), uniform in [0, 1), ones, or a .npy file that holds them "
-        "stacked, [3, T, N, H] or for one head [3, T, H]; they are converted to the dtype",
+        "--init", action=_Init, nargs="+", metavar=("NAME", "FILE"), help=f"{', '.join(INITS)}, or npy FILE"
     )
 
-    modes = parser.add_argument_group("modes").add_mutually_exclusive_group()
-    show_sizes = ", ".join(f"{_option(name)} {size}" for name, size in _SHOW_SIZES.items())
-    modes.add_argument(
-        "--show",
-        action="store_true",
-        help="print Q, K, V and the output, and the first values of dQ, dK and dV beside the reference's; "
-        f"defaults to {show_sizes}",
+    more = parser.add_argument_group("its values, or times of many lengths")
+    modes = more.add_mutually_exclusive_group()
+    modes.add_argument("--show", action="store_true", help="print Q, K, V and the results of a tiny case")
+    modes.add_argument("--sweep", action="store_true", help="print a table, and write a CSV and plots")
+    more.add_argument(
+        "--max-seq-len", type=_positive, metavar="T", help=f"end of the sweep (default: {sweep.MAX_SEQ_LEN})"
     )
-    modes.add_argument(
-        "--sweep",
-        action="store_true",
-        help=f"time our attention and XLA's at lengths from {sweep.MIN_SEQ_LEN} in powers of two: a table, a CSV, "
-        "and plots of time and memory; defaults to --batch 1",
-    )
-
-    sweep_group = parser.add_argument_group("with --sweep")
-    sweep_group.add_argument(
-        "--max-seq-len", type=_positive, metavar="T", help=f"longest length (default: {sweep.MAX_SEQ_LEN})"
-    )
-    sweep_group.add_argument(
+    more.add_argument(
         "--max-seconds",
         type=_seconds,
         metavar="S",
-        help=f"skip a program if one call is predicted to take longer (default: {sweep.MAX_SECONDS:g})",
+        help=f"skip programs that take longer (default: {sweep.MAX_SECONDS:g})",
     )
-    sweep_group.add_argument(
-        "--output", type=pathlib.Path, metavar="DIR", help=f"folder of the files (default: {DEFAULT_OUTPUT})"
+    more.add_argument(
+        "--output", type=pathlib.Path, metavar="DIR", help=f"folder of its files (default: {DEFAULT_OUTPUT})"
     )
     return parser
 
@@ -154,12 +127,15 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
                 parser.error(f"{_option(name)} must be {size}, as in the file of --init, got {got}")
 
 
+def are_standard(options: argparse.Namespace) -> bool:
+    """Returns whether the options select no case and no mode."""
+    return not (_given(options) or options.causal or options.show or options.sweep)
+
+
 def cases(options: argparse.Namespace, platform: str) -> list[Case]:
     """Returns the case that the options select, or the standard case, full and causal, if none selects one."""
-    fields = {name: getattr(options, name) for name in (*_SIZES, "dtype", "init")}
-    given = {name: value for name, value in fields.items() if value is not None}
     case = STANDARD_CASES[platform]
-    if not (given or options.causal or options.show or options.sweep):
+    if are_standard(options):
         return [case, dataclasses.replace(case, is_causal=True)]
     if options.show:
         case = dataclasses.replace(case, **_SHOW_SIZES)
@@ -167,7 +143,13 @@ def cases(options: argparse.Namespace, platform: str) -> list[Case]:
         case = dataclasses.replace(case, batch=1)
     if isinstance(options.init, np.ndarray):
         case = dataclasses.replace(case, **_sizes_of(options.init))
-    return [dataclasses.replace(case, **given, is_causal=options.causal)]
+    return [dataclasses.replace(case, **_given(options), is_causal=options.causal)]
+
+
+def _given(options: argparse.Namespace) -> dict[str, int | str | np.ndarray]:
+    """Returns the fields of a case that the options set."""
+    fields = {name: getattr(options, name) for name in (*_SIZES, "dtype", "init")}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _sizes_of(qkv: np.ndarray) -> dict[str, int]:

@@ -30,7 +30,7 @@ def choose(name: str | None) -> jax.Device:
         try:
             _ffi.check_gpu_kernels()
         except NotImplementedError as error:
-            print(f"Not using {device.device_kind}: {error}\n")
+            print(f"not used   {device.device_kind}: {error}")
         else:
             return device
     return jax.devices("cpu")[0]

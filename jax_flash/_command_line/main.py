@@ -13,9 +13,19 @@ import jax_flash
 
 from . import arguments, comparison, devices
 from .case import Case
+from .comparison import Comparison
 from .measure import MEMORY_NOTE
 from .progress import Progress
 from .sweep import MAX_SECONDS, MAX_SEQ_LEN, sweep
+
+_NEXT = f"""\
+In a program, with arrays of [batch, length, heads, head dim]:
+  import jax_flash
+  out = jax_flash.flash_attention(query, key, value, is_causal=True)
+Next:
+  python -m jax_flash --sweep   times lengths up to {MAX_SEQ_LEN:,}
+  python -m jax_flash --help    lists the options: sizes, dtypes, values
+  README.md and docs/           describe what flash_attention can do"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Leaves XLA's attention as much memory as possible. Must be set before JAX initializes its devices.
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     jax.config.update("jax_enable_x64", True)  # for the reference
+    print(_describe_package(), flush=True)
     try:
         device = devices.choose(options.device)
     except RuntimeError as error:
@@ -39,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     cases = arguments.cases(options, device.platform)
     length, mask = ("T", f", {cases[0].mask}") if options.sweep else (cases[0].seq_len, "")
-    print(_describe_package(device))
+    print(f"device     {devices.describe(device)}")
     print(f"inputs     {cases[0].describe(length)}: batch, length, heads, head dim{mask}\n", flush=True)
     with jax.default_device(device):
         if options.sweep:
@@ -48,10 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             passed = sweep(cases[0], device, max_seq_len, max_seconds, output)
         else:
             passed = _run_cases(cases, device, options.show)
+    if passed and arguments.are_standard(options):
+        print(f"\n{_NEXT}")
     return 0 if passed else 1
 
 
-def _describe_package(device: jax.Device) -> str:
+def _describe_package() -> str:
     info = jax_flash.build_info()
     cuda = "without CUDA kernels"
     if info["cuda"]:
@@ -60,7 +73,6 @@ def _describe_package(device: jax.Device) -> str:
     return "\n".join(
         [
             f"jax_flash  {jax_flash.__version__}, on jax {jax.__version__}, Python {platform.python_version()}",
-            f"device     {devices.describe(device)}",
             f"library    XLA FFI {info['ffi_version']} (jaxlib {info['jaxlib']}), {cuda}",
             f"kernels    cpu{_summarize(info['kernels'])}",
         ]
@@ -76,23 +88,27 @@ def _summarize(kernels: list[str]) -> str:
 
 def _run_cases(cases: list[Case], device: jax.Device, show: bool) -> bool:
     """Runs and prints cases; returns whether every check passed."""
-    progress = Progress(len(cases) * comparison.STEPS)
     try:
-        comparisons = [comparison.compare(case, device, progress) for case in cases]
+        with Progress(len(cases) * comparison.STEPS) as progress:
+            comparisons = [Comparison(case, device, progress) for case in cases]
+            for head, stage in comparison.STAGES.items():
+                progress.print(head)
+                for compared in comparisons:
+                    for row in stage(compared):
+                        progress.print(row)
+                progress.print("")
     except comparison.CaseError as error:
         print(f"Not run: {error}", file=sys.stderr)
         return False
-    finally:
-        progress.clear()
     if show:
-        for case, compared in zip(cases, comparisons, strict=True):
-            print(comparison.show(case, compared))
-    print(comparison.TABLE_HEAD)
+        for compared in comparisons:
+            print(compared.show())
+    print(MEMORY_NOTE)
     for compared in comparisons:
-        print("\n".join(compared.lines))
-    print(f"\n{MEMORY_NOTE}")
-    for compared in comparisons:
-        print("".join(f"{note}\n" for note in compared.notes), end="")
-    passed = all(compared.passed for compared in comparisons)
-    print("All checks passed." if passed else "A CHECK FAILED.")
-    return passed
+        for note in compared.notes:
+            print(note)
+    failures = [failure for compared in comparisons for failure in compared.failures]
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    print("A CHECK FAILED." if failures else "All checks passed.")
+    return not failures

@@ -49,10 +49,9 @@ def sweep(case: Case, device: jax.Device, max_seq_len: int, max_seconds: float, 
     lengths = [MIN_SEQ_LEN]
     while 2 * lengths[-1] <= max_seq_len:
         lengths.append(2 * lengths[-1])
-    progress = Progress(len(lengths) * len(_PROGRAMS))
     print(_table_head(), flush=True)
     rows: list[Row] = []
-    with (folder / CSV).open("w", newline="") as file:
+    with (folder / CSV).open("w", newline="") as file, Progress(len(lengths) * len(_PROGRAMS)) as progress:
         for length, measurements in _measure_lengths(case, device, lengths, max_seconds, progress):
             new_rows = [_row(case, device, length, *key, one) for key, one in measurements.items()]
             if not rows:
@@ -61,8 +60,7 @@ def sweep(case: Case, device: jax.Device, max_seq_len: int, max_seconds: float, 
             writer.writerows(new_rows)
             file.flush()  # an interrupted sweep keeps its rows
             rows += new_rows
-            progress.clear()
-            print(f"{length:>8,}  " + "  ".join(map(str, measurements.values())), flush=True)
+            progress.print(f"{length:>8,}  " + "  ".join(map(str, measurements.values())))
     print(f"\n{MEMORY_NOTE}")
     for line in _reasons(rows, max_seconds):
         print(line)
