@@ -88,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--init", action=_Init, nargs="+", metavar=("NAME", "FILE"), help=f"{', '.join(INITS)}, or npy FILE"
     )
 
-    more = parser.add_argument_group("its values, or times of many lengths")
+    more = parser.add_argument_group("other modes")
     modes = more.add_mutually_exclusive_group()
     modes.add_argument("--show", action="store_true", help="print Q, K, V and the results of a tiny case")
     modes.add_argument("--sweep", action="store_true", help="print a table, and write a CSV and plots")
