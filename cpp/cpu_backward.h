@@ -169,7 +169,7 @@ void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, 
   const int64_t head_dim = params.head_dim, head_dim_v = params.head_dim_v;
   const int64_t width = RoundUp(head_dim, kLanes<T>), width_v = RoundUp(head_dim_v, kLanes<T>);
   const T scale = params.options.scale, logit_scale = LogitScale<T>(params, batch);
-  const T cap = params.options.logits_soft_cap;
+  const T cap = LogitCap<T>(params);
   const GroupRows q(static_cast<const Storage*>(params.q), params, batch, kv_head, head_dim);
   const KeyRows k(static_cast<const Storage*>(params.k), params, batch, kv_head, head_dim);
   const KeyRows v(static_cast<const Storage*>(params.v), params, batch, kv_head, head_dim_v);

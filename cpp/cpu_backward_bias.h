@@ -92,8 +92,7 @@ void AddBiasGradient(const BackwardParams& params, int64_t batch, int64_t head, 
                      .visible = scratch.visible + i * kBiasN,
                      .lse = static_cast<const T*>(params.lse)[stats_row],
                      .delta = Delta<Storage>(params, stats_row)},
-                    keys, LogitScale<T>(params, batch), T(params.options.logits_soft_cap),
-                    scratch.p + i * kBiasN, ds);
+                    keys, LogitScale<T>(params, batch), LogitCap<T>(params), scratch.p + i * kBiasN, ds);
     for (int64_t j = 0; j < keys; ++j) {
       const T weight = params.alibi_slopes ? -pairs.Distance(group_row(i), key0 + j) : T(1);
       scratch.sums[i * kBiasN + j] += weight * ds[j];

@@ -97,7 +97,7 @@ void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, i
                   const ForwardScratch<T>& scratch) {
   const int64_t head_dim = params.head_dim, head_dim_v = params.head_dim_v;
   const int64_t width_v = RoundUp(head_dim_v, kLanes<T>);
-  const T scale = LogitScale<T>(params, batch), cap = params.options.logits_soft_cap;
+  const T scale = LogitScale<T>(params, batch), cap = LogitCap<T>(params);
   const GroupRows q(static_cast<const Storage*>(params.q), params, batch, kv_head, head_dim);
   const KeyRows k(static_cast<const Storage*>(params.k), params, batch, kv_head, head_dim);
   const KeyRows v(static_cast<const Storage*>(params.v), params, batch, kv_head, head_dim_v);

@@ -93,6 +93,12 @@ T LogitScale(const AttentionParams& params, int64_t batch) {
   return static_cast<T>(params.options.scale) * (factors ? factors[batch] : T(1));
 }
 
+// The soft cap; 0: none.
+template <typename T>
+T LogitCap(const AttentionParams& params) {
+  return static_cast<T>(params.options.logits_soft_cap);
+}
+
 // scale * s, capped. The derivative of the cap is 1 - (s / cap)^2 of the result.
 template <typename T>
 INLINE Vec<T> Logits(Vec<T> products, T scale, T cap) {
