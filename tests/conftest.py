@@ -1,4 +1,4 @@
-"""Devices for the tests: eight CPU devices, and a GPU if there is one."""
+"""Devices for the tests: eight CPU devices, and a GPU if there is one. Which tests run: the quick ones, or all."""
 
 import os
 import shlex
@@ -20,17 +20,66 @@ def _platforms() -> list[str]:
 
 
 PLATFORMS = _platforms()
+LEFT_OUT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser) -> None:
+    parser.addoption(
+        "--all", action="store_true", help="run the exhaustive tests, too, and compile with all optimizations"
+    )
     group = parser.getgroup("random cases", "test_random.py")
-    group.addoption("--random-cases", type=int, default=100, help="number of cases (100)")
+    group.addoption("--random-cases", type=int, help="number of cases (100 with --all, else 15)")
     group.addoption("--random-start", type=int, default=0, help="seed of the first case (0)")
     group.addoption("--random-seed", type=int, help="run only the case of this seed")
 
 
+def pytest_configure(config) -> None:
+    # Most of a test's time is XLA's, which compiles what is around the kernels. The kernels are compiled already.
+    jax.config.update("jax_disable_most_optimizations", not config.getoption("all"))
+
+
 def pytest_report_header() -> str:
     return f"jax {jax.__version__}, platforms: {', '.join(PLATFORMS)}"
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(config, items) -> None:
+    """Leave out exhaustive tests, unless the command line asks for all, or for these by name."""
+    if config.getoption("all"):
+        return
+    left_out = [
+        item for item in items if item.get_closest_marker("exhaustive") and not _is_named(item, config)
+    ]
+    items[:] = [item for item in items if item not in set(left_out)]
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[LEFT_OUT] = len(left_out)
+    if hasattr(config, "workeroutput"):  # in a worker of pytest-xdist, which counts for the main process
+        config.workeroutput["left_out"] = len(left_out)
+
+
+def _is_named(item, config) -> bool:
+    """Whether an argument is the test's node id, with or without its parameters."""
+    own = item.nodeid.partition("::")[2]
+    for argument in config.args:
+        path, _, name = argument.partition("::")
+        if name and (own == name or own.startswith(f"{name}[")):
+            return (config.invocation_params.dir / path).resolve() == item.path.resolve()
+    return False
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    """Take the count from a worker; each of them collects all tests."""
+    config = node.config
+    left_out = getattr(node, "workeroutput", {}).get("left_out", 0)
+    if left_out and not config.stash.get(LEFT_OUT, 0):
+        config.stash[LEFT_OUT] = left_out
+        config.hook.pytest_deselected(items=[None] * left_out)  # the last line of the output has their number
+
+
+def pytest_terminal_summary(terminalreporter, config) -> None:
+    if left_out := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(f"{left_out} exhaustive tests were left out. --all runs them, too.")
 
 
 @pytest.fixture(params=PLATFORMS)
@@ -64,5 +113,7 @@ def pytest_runtest_makereport(item):
         line = f"python -m pytest {shlex.quote(item.nodeid)}"
         if "random_seed" in item.fixturenames:
             line += f" --random-seed {item.callspec.params['random_seed']}"
+        if item.config.getoption("all"):
+            line += " --all"
         report.sections.append(("repro", line))
     return report

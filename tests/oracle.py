@@ -212,14 +212,14 @@ def keep(seeds: Any, rate: float, seqlen_q: int, seqlen_kv: int) -> np.ndarray:
     """
     seeds = np.asarray(seeds)
     (tile_row, r), (tile_column, c) = (np.divmod(np.arange(size), 16) for size in (seqlen_q, seqlen_kv))
-    shape = (*seeds.shape[:-1], seqlen_q, seqlen_kv)
+    row, column = 8 * tile_row + r % 8, 4 * tile_column + c % 8 // 2  # of the call
+    shape = (*seeds.shape[:-1], row.max(initial=0) + 1, column.max(initial=0) + 1)
     counter = np.zeros((*shape, 4), np.uint64)
-    counter[..., 0] = (8 * tile_row + r % 8)[:, None]
-    counter[..., 1] = 4 * tile_column + c % 8 // 2
+    counter[..., 0] = np.arange(shape[-2])[:, None]
+    counter[..., 1] = np.arange(shape[-1])
     counter[..., 2] = seeds[..., 2, None, None]
     words = philox(counter, np.broadcast_to(seeds[..., None, None, :2], (*shape, 2)))
-    which = np.broadcast_to((2 * (r // 8))[:, None] + c // 8, shape)
-    word = np.take_along_axis(words, which[..., None], -1)[..., 0]
+    word = words[..., row[:, None], column, (2 * (r // 8))[:, None] + c // 8]
     half = (word >> (16 * (c % 2)).astype(np.uint32)) & np.uint32(0xFFFF)
     return half >= round(rate * 2**16)
 

@@ -5,13 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 from cases import CASES, DTYPES, PAIRS
 
 import jax_flash
 
 
-@pytest.mark.parametrize("kind", range(4))
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "kind"), quick.cases_and_kinds(CASES))
 def test_is_close_to_exact(case, kind, platform):
     dtype, precision, rule = harness.KINDS[platform][kind]
     got, gradients = harness.run_with_operands(case, dtype, precision=precision)
@@ -30,12 +30,13 @@ def test_pair_of_options_is_close_to_exact(case, platform):
             harness.check_operands(gradients, case, dtype, rule)
 
 
-@pytest.mark.parametrize("kind", range(4))
+DETERMINISTIC = ["causal blocks", "groups of 8", "lengths", "everything", "bias", "tiles, mask", "dropout"]
+
+
 @pytest.mark.parametrize(
-    "name", ["causal blocks", "groups of 8", "lengths", "everything", "bias", "tiles, mask", "dropout"]
+    ("case", "kind"), quick.cases_and_kinds([case for case in CASES if case.name in DETERMINISTIC])
 )
-def test_deterministic_is_as_close(name, kind, platform):
-    (case,) = [case for case in CASES if case.name == name]
+def test_deterministic_is_as_close(case, kind, platform):
     dtype, precision, rule = harness.KINDS[platform][kind]
     got, gradients = harness.run_with_operands(case, dtype, precision=precision, deterministic=True)
     harness.check(got, case, dtype, rule)

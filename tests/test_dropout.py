@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import quick
 from cases import DTYPES
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -57,7 +58,9 @@ def test_the_oracles_philox_gives_the_known_answers(counter, key, words):
     np.testing.assert_array_equal(oracle.philox(counter, key), np.array(words, np.uint32))
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (16, 16), (37, 43), (129, 300), (520, 7)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", quick.rows([(1, 1), (16, 16), (37, 43), (129, 300), (520, 7)], quick=[(37, 43), (129, 300)])
+)
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.97])
 def test_keep_is_philox(rate, sizes):
     seeds = np.random.default_rng(0).integers(0, 2**32, (2, 3, 3), np.uint32)
@@ -101,8 +104,10 @@ def probe(batch, t, s, heads, head_dim, dtype, rate, key, **options) -> tuple[np
 PROBES = [(300, 261, 64), (200, 333, 128), (129, 131, 256), (77, 50, 24), (1, 300, 64), (300, 1, 64)]
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.5])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("rate", quick.rows([0.1, 0.5], quick=[0.5]))
+@pytest.mark.parametrize(
+    "dtype", quick.rows(["bfloat16", "float16", "float32"], quick=["bfloat16", "float32"])
+)
 @pytest.mark.parametrize("sizes", PROBES, ids=str)
 def test_kernels_keep_what_they_should(sizes, dtype, rate, platform):
     """Exactly the expected pairs, forward and backward, scaled by 1 / (1 - rate)."""
@@ -114,7 +119,7 @@ def test_kernels_keep_what_they_should(sizes, dtype, rate, platform):
         np.testing.assert_allclose(got, want, rtol=2.0**-7 if dtype == "bfloat16" else 2.0**-10)
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.5])
+@pytest.mark.parametrize("rate", quick.rows([0.1, 0.5], quick=[0.5]))
 def test_the_reference_keeps_what_it_should(rate):
     keep = keep_of(KEY, rate, 2, 2, 77, 50)
     for got in probe(2, 77, 50, 2, 24, np.float32, rate, KEY, implementation="xla"):
@@ -142,7 +147,7 @@ def test_cut_outs_agree(sizes, platform):
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("rate", quick.rows([0.01, 0.1, 0.5, 0.9, 0.999], quick=[0.1]))
 def test_keeps_a_value_or_drops_it(rate, implementation, platform):
     """The expected fraction is kept, and the log-sum-exp counts all pairs."""
     q, k, _ = (0.3 * x for x in qkv(4, 200, 61, n=4, k=4))
@@ -160,7 +165,7 @@ def test_keeps_a_value_or_drops_it(rate, implementation, platform):
     assert abs(kept.mean() - part) < 5 * np.sqrt(part * (1 - part) / kept.size)
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("rate", quick.rows([0.1, 0.5, 0.9], quick=[0.1]))
 def test_pairs_are_independent(rate):
     """Pairs do not correlate with neighbours, pairs of the same Philox call, other heads or other keys."""
     keep = np.stack(
@@ -199,7 +204,7 @@ def test_rate_0_is_no_dropout(implementation, platform):
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("rate", [1e-6, 1 - 2**-16, 1 - 1e-6])
+@pytest.mark.parametrize("rate", quick.rows([1e-6, 1 - 2**-16, 1 - 1e-6], quick=[1 - 2**-16]))
 def test_rates_next_to_0_and_1_make_no_nan(rate, implementation, platform):
     args = qkv()
     keep = keep_of(KEY, rate, 2, 4, 37, 43)
@@ -334,7 +339,7 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+@pytest.mark.parametrize("spec", quick.rows(SPECS, quick=["batch and heads", "lengths"]))
 def test_sharding_changes_nothing(spec):
     """Dropout counts batch elements and heads of the whole array, not of the shard."""
     mesh = Mesh(np.array(jax.devices("cpu")).reshape(2, 4), ("batch", "heads"))

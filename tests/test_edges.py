@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import quick
 from cases import DTYPES
 from closeness import assert_close
 
@@ -61,7 +62,7 @@ def test_empty(sizes, dtype, implementation, platform):
 
 @pytest.mark.parametrize("slopes", [False, True], ids=["bias", "slopes"])
 @pytest.mark.parametrize("implementation", [None, "xla"], ids=["fused", "xla"])
-@pytest.mark.parametrize("sizes", EMPTY.values(), ids=EMPTY.keys())
+@pytest.mark.parametrize("sizes", quick.rows(EMPTY, quick=["no queries", "no keys"]))
 def test_empty_with_arrays(sizes, implementation, slopes, platform):
     b, t, s, n, k = sizes
     args = random(b, t, n, 8), random(b, s, k, 8), random(b, s, k, 5)
@@ -161,7 +162,7 @@ def test_float64_is_refused_on_the_gpu(cuda):
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("kind", range(4))
+@quick.KINDS
 def test_logits_of_10000(kind, sign, platform):
     """All logits of a row are large and differ little."""
     dtype, precision, _ = harness.KINDS[platform][kind]
@@ -434,9 +435,10 @@ REPEATED = [
     ),
     (333, 500, 4, 1, 128, 128, dict(mask=random(2, 1, 333, 500) > 0)),
 ]
+REPEATED = {f"{shape[:6]} {'+'.join(shape[6])}": shape for shape in REPEATED}
 
 
-@pytest.mark.parametrize("shape", REPEATED, ids=lambda shape: f"{shape[:6]} {'+'.join(shape[6])}")
+@pytest.mark.parametrize("shape", quick.rows(REPEATED, quick=list(REPEATED)[::4]))
 def test_deterministic_gradients_repeat_under_load(shape, platform):
     """A large product before each call lowers the clock and clears the caches."""
     t, s, n, k, h, hv, options = shape
@@ -517,7 +519,7 @@ def test_replays_in_16_bits_give_the_eager_bits(platform):
         np.testing.assert_array_equal(compiled(*args), three_times(*args))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", quick.rows([64, 128, 256], quick=[64]))
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "any order"])
 def test_replays_of_gradients_in_16_bits(deterministic, head_dim, platform):
     """They give the same bits as eager calls, except a dq that is summed in any order."""

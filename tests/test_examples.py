@@ -26,6 +26,7 @@ def train_transformer():
     return load("train_transformer")
 
 
+@pytest.mark.exhaustive
 def test_transformer_learns_the_same_with_each_attention(train_transformer, platform):
     with jax.default_matmul_precision("highest"):
         losses = {name: train_transformer.train(name, **SMALL) for name in train_transformer.ATTENTION}
@@ -44,6 +45,7 @@ def test_transformer_from_the_command_line(train_transformer, monkeypatch, capsy
     assert "tokens/s" in printed
 
 
+@pytest.mark.exhaustive
 def test_training_step_from_the_command_line(monkeypatch, capsys):
     """Both attentions give the same loss in the first step; cuDNN's without a GPU is an error of one line."""
     argv = "training_step.py --depth 1 --width 256 --num-kv-heads 1 --seq-len 32 --batch 1 --steps 1"

@@ -13,6 +13,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "first_custom_call"
 
 
+@pytest.mark.exhaustive
 def test_a_copy_installs_and_passes_its_tests(tmp_path):
     """The copy needs nothing else of the repository. The extra `test` has its build tools: no download."""
     copy, site = tmp_path / "copy", tmp_path / "site"
@@ -44,6 +45,7 @@ def test_a_copy_installs_and_passes_its_tests(tmp_path):
     assert re.search(r"^=+ \d+ passed in [^,]*=$", done.stdout, re.M), done.stdout  # and none skipped
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(
     not os.environ.get("JAX_FLASH_TEST_INSTALL"),
     reason="makes a virtual environment from the package index: set JAX_FLASH_TEST_INSTALL=1 for it",

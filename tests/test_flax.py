@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 
 pytest.importorskip("flax", reason="flax is an optional dependency")
 
@@ -80,6 +81,7 @@ def test_linen(inputs, platform):
     )
 
 
+@pytest.mark.exhaustive
 def test_linen_causal(platform):
     layer = linen_layer(functools.partial(attention_fn, is_causal=True))
     assert_trees_close(linen_results(layer, X), linen_results(linen_layer(), X, mask=CAUSAL))
@@ -94,13 +96,14 @@ def test_linen_bfloat16(platform):
         assert np.abs(a - b).max() <= 16 * 2.0**-8 * max(1.0, np.abs(b).max())
 
 
+@pytest.mark.exhaustive
 def test_linen_deterministic_dropout(platform):
     """A layer whose dropout is off for inference."""
     layer = linen_layer(attention_fn, dropout_rate=0.5)
     assert_trees_close(linen_results(layer, X, deterministic=True), linen_results(linen_layer(), X))
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("mask", quick.rows(MASKS, quick=["causal and padding", "one for each head"]))
 def test_linen_mask(mask, platform):
     mask = mask(linen)
     assert_trees_close(
@@ -108,12 +111,14 @@ def test_linen_mask(mask, platform):
     )
 
 
+@pytest.mark.exhaustive
 def test_linen_mask_of_other_lengths(platform):
     mask = linen.make_attention_mask(np.ones((2, 7)), np.arange(9) < np.array([[9], [4]]))
     got = linen_results(linen_layer(attention_fn), X, MEMORY, mask=mask)
     assert_trees_close(got, linen_results(linen_layer(), X, MEMORY, mask=mask))
 
 
+@pytest.mark.exhaustive
 def test_linen_padding_of_queries(platform):
     """Fully masked padding gives 0 here and the mean of the values in flax, so a loss must ignore it."""
     mask = linen.combine_masks(
@@ -124,6 +129,7 @@ def test_linen_padding_of_queries(platform):
     assert_trees_close(got, linen_results(linen_layer(), X, mask=mask, rows=rows))
 
 
+@pytest.mark.exhaustive
 def test_linen_causal_with_a_mask(platform):
     padding = MASKS["padding"](linen)
     layer = linen_layer(functools.partial(attention_fn, is_causal=True))
@@ -138,13 +144,16 @@ def test_linen_batch_axes(platform):
     assert_trees_close(got, linen_results(linen_layer(), x, mask=mask))
 
 
+@pytest.mark.exhaustive
 def test_linen_without_batch(platform):
     mask = linen.make_causal_mask(TOKENS[0])  # [1, 7, 7]
     got = linen_results(linen_layer(attention_fn), X[0], mask=mask)
     assert_trees_close(got, linen_results(linen_layer(), X[0], mask=mask))
 
 
-@pytest.mark.parametrize("mask", [None, MASKS["of keys"](linen)], ids=["no mask", "mask"])
+@pytest.mark.parametrize(
+    "mask", quick.rows({"no mask": None, "mask": MASKS["of keys"](linen)}, quick=["mask"])
+)
 def test_linen_decoding(mask, platform):
     """One position at a time, with a cache: the outputs of flax, which equal those of a causal layer."""
 
@@ -192,6 +201,7 @@ def test_linen_dropout(platform):
     assert np.abs(apply(1) - off).max() > 1e-2
 
 
+@pytest.mark.exhaustive
 def test_linen_dropout_gradients(platform):
     """With one key the same pairs are dropped, so the output is smooth and its gradients can be checked."""
     params = linen_layer().init(jax.random.key(0), X)
@@ -227,7 +237,7 @@ def nnx_results(layer: nnx.Module, *inputs, rows=1, **call):
     return value, y, nnx.to_pure_dict(gradients[0]), gradients[1]
 
 
-@pytest.mark.parametrize("inputs", [(X,), (X, MEMORY)], ids=["self", "cross"])
+@pytest.mark.parametrize("inputs", quick.rows({"self": (X,), "cross": (X, MEMORY)}, quick=["cross"]))
 def test_nnx(inputs, platform):
     assert_trees_close(nnx_results(nnx_layer(attention_fn), *inputs), nnx_results(nnx_layer(), *inputs))
 
@@ -260,7 +270,7 @@ def test_nnx_under_nnx_jit_and_grad(platform):
     assert_trees_close(nnx.to_pure_dict(gradients(layer, X)), want)
 
 
-@pytest.mark.parametrize("name", ["causal", "one for each head", "of keys"])
+@pytest.mark.parametrize("name", quick.rows(["causal", "one for each head", "of keys"], quick=["of keys"]))
 def test_nnx_mask(name, platform):
     mask = MASKS[name](nnx)
     assert_trees_close(
@@ -268,12 +278,14 @@ def test_nnx_mask(name, platform):
     )
 
 
+@pytest.mark.exhaustive
 def test_nnx_mask_of_other_lengths(platform):
     mask = nnx.make_attention_mask(np.ones((2, 7)), np.arange(9) < np.array([[9], [4]]))
     got = nnx_results(nnx_layer(attention_fn), X, MEMORY, mask=mask)
     assert_trees_close(got, nnx_results(nnx_layer(), X, MEMORY, mask=mask))
 
 
+@pytest.mark.exhaustive
 def test_nnx_padding_of_queries(platform):
     mask = nnx.combine_masks(nnx.make_attention_mask(TOKENS > 0, TOKENS > 0), nnx.make_causal_mask(TOKENS))
     rows = (TOKENS > 0)[..., None]
@@ -281,6 +293,7 @@ def test_nnx_padding_of_queries(platform):
     assert_trees_close(got, nnx_results(nnx_layer(), X, mask=mask, rows=rows))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not PASSES_IS_CAUSAL, reason="this flax's nnx layers have no is_causal")
 def test_nnx_is_causal_with_a_mask(platform):
     got, want = (
@@ -290,6 +303,7 @@ def test_nnx_is_causal_with_a_mask(platform):
     assert_trees_close(got, want)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(
     "num_kv_heads" not in inspect.signature(nnx.MultiHeadAttention.__init__).parameters,
     reason="this flax's nnx layers have no groups of heads",
@@ -303,6 +317,7 @@ def test_nnx_groups_of_heads(platform):
     assert_trees_close(got, want)
 
 
+@pytest.mark.exhaustive
 def test_nnx_batch_axes(platform):
     """Flax's own attention requires a mask with all batch axes."""
     x = np.random.default_rng(3).standard_normal((2, 3, 7, 12)).astype(np.float32)
@@ -313,7 +328,7 @@ def test_nnx_batch_axes(platform):
     assert_trees_close(got, want)
 
 
-@pytest.mark.parametrize("mask", [None, MASKS["of keys"](nnx)], ids=["no mask", "mask"])
+@pytest.mark.parametrize("mask", quick.rows({"no mask": None, "mask": MASKS["of keys"](nnx)}, quick=["mask"]))
 def test_nnx_decoding(mask, platform):
     def outputs(fn=None):
         layer = nnx_layer(fn)
@@ -346,6 +361,7 @@ def test_nnx_dropout(platform):
     assert np.abs(one(X) - one(X)).max() > 1e-2, "the stream goes on from call to call"
 
 
+@pytest.mark.exhaustive
 def test_nnx_dropout_gradients(platform):
     graph, params, rest = nnx.split(nnx_layer(attention_fn, dropout_rate=0.3), nnx.Param, ...)
 

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 from cases import CASES, DTYPES, Case
 
 import jax_flash
@@ -22,8 +23,10 @@ def forward(case: Case, dtype: str, **more):
         return [np.asarray(x) for x in f(inputs.q, inputs.k, inputs.v, case.operands(DTYPES[dtype]))]
 
 
-@pytest.mark.parametrize("kind", range(4))
-@pytest.mark.parametrize("case", CASES, ids=str)
+# The quick run compares the same output in test_backward.py.
+@pytest.mark.parametrize(
+    ("case", "kind"), quick.cases_and_kinds(CASES, quick=["full", *quick.IN_EVERY_DTYPE])
+)
 def test_is_close_to_exact(case, kind, platform):
     dtype, precision, rule = harness.KINDS[platform][kind]
     out, lse = forward(case, dtype, precision=precision)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 from jax.test_util import check_grads
 
 import jax_flash
@@ -64,14 +65,14 @@ def dtypes_of(platform: str) -> list[str]:
     return ["float32", "float64"] if platform == "cpu" else ["float32"]
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("options", quick.rows(OPTIONS, quick=["full", "everything"]))
 def test_out_and_lse(options, platform):
     for dtype in dtypes_of(platform):
         check(functools.partial(attention_and_lse, **options), dtype, *arrays(dtype))
 
 
 @pytest.mark.parametrize("part", [0, 1], ids=["out", "lse"])
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize("heads", quick.rows(HEADS, quick=["groups"]))
 def test_heads(heads, part, platform):
     for dtype in dtypes_of(platform):
         check(lambda *args: attention_and_lse(*args, is_causal=True)[part], dtype, *arrays(dtype, heads))
@@ -128,14 +129,18 @@ WITH_BIAS = {
 }
 
 # JAX differentiates the reference, so a few cases suffice for it.
-BESIDE_BIAS = [
-    *(pytest.param(name, None, id=f"fused-{name}") for name in WITH_BIAS),
-    *(pytest.param(name, "xla", id=f"xla-{name}") for name in ("alone", "all")),
-]
-ARRAYS_OF_BOTH = [
-    *(pytest.param(name, None, id=f"fused-{name}") for name in ARRAYS),
-    *(pytest.param(name, "xla", id=f"xla-{name}") for name in ("mask", "segment ids", "dropout")),
-]
+BESIDE_BIAS = {
+    **{f"fused-{name}": (name, None) for name in WITH_BIAS},
+    **{f"xla-{name}": (name, "xla") for name in ("alone", "all")},
+}
+BESIDE_BIAS = quick.rows(BESIDE_BIAS, quick=["fused-all"], unpack=True)
+ARRAYS_OF_BOTH = {
+    **{f"fused-{name}": (name, None) for name in ARRAYS},
+    **{f"xla-{name}": (name, "xla") for name in ("mask", "segment ids", "dropout")},
+}
+ARRAYS_OF_BOTH = quick.rows(
+    ARRAYS_OF_BOTH, quick=["fused-segment ids, dropout", "fused-mask, soft cap, sinks"], unpack=True
+)
 
 
 @pytest.mark.parametrize(("name", "implementation"), ARRAYS_OF_BOTH)
@@ -156,7 +161,7 @@ def check_bias(bias, make, platform, **options) -> None:
         )
 
 
-@pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES.keys())
+@pytest.mark.parametrize("bias", quick.rows(BIASES, quick=["bias of heads and rows", "bias of keys"]))
 def test_gradient_of_bias(bias, platform):
     check_bias(bias, jnp.asarray, platform)
 
@@ -172,8 +177,8 @@ def test_gradient_of_slopes_beside(name, implementation, platform):
     check_bias(SLOPES, jax_flash.Alibi, platform, implementation=implementation, **WITH_BIAS[name])
 
 
-@pytest.mark.parametrize("name", ["full", "no keys", "everything"])
-@pytest.mark.parametrize("implementation", [None, "xla"], ids=["fused", "xla"])
+@pytest.mark.parametrize("name", quick.rows(["full", "no keys", "everything"], quick=["everything"]))
+@pytest.mark.parametrize("implementation", quick.rows({"fused": None, "xla": "xla"}, quick=["fused"]))
 def test_gradient_of_sinks(implementation, name, platform):
     options = dict(implementation=implementation, **OPTIONS[name])
     for dtype in dtypes_of(platform):
@@ -205,7 +210,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+@pytest.mark.parametrize("fault", quick.rows(FAULTS, quick=["dk and dv of one head"]))
 def test_planted_fault_is_caught(fault, platform, plant):
     """With a fault in the backward pass, the checks above fail."""
     backward = _primitives.backward
@@ -223,7 +228,7 @@ BIAS_FAULTS = {
 
 
 @pytest.mark.parametrize("make", [jnp.asarray, jax_flash.Alibi], ids=["bias", "slopes"])
-@pytest.mark.parametrize("fault", BIAS_FAULTS.values(), ids=BIAS_FAULTS.keys())
+@pytest.mark.parametrize("fault", quick.rows(BIAS_FAULTS, quick=["one head"]))
 def test_planted_fault_in_the_gradient_of_a_bias_is_caught(fault, make, platform, plant):
     backward_bias = _primitives.backward_bias
     plant("backward_bias", lambda *args: fault(backward_bias(*args)))

@@ -35,6 +35,7 @@ def disassembler() -> str:
     return found
 
 
+# Disassembling all kernels takes about a minute.
 @pytest.fixture(scope="module")
 def functions() -> dict[str, list[tuple[int, str]]]:
     """The instructions of each Hopper kernel, with their addresses."""
@@ -112,6 +113,7 @@ def main_loops(instructions: list[tuple[int, str]]) -> list[list[str]]:
     return [[instructions[i][1] for i in sorted(body)] for body in innermost]
 
 
+@pytest.mark.exhaustive
 def test_every_kernel_is_there(functions):
     # With and without a transformation of the scores; some head dims have two tiles.
     assert len(functions) >= 2 * len(KERNELS)
@@ -119,6 +121,7 @@ def test_every_kernel_is_there(functions):
         assert any(arithmetic in name for name in functions)
 
 
+@pytest.mark.exhaustive
 def test_products_run_on_warpgroups(functions):
     for name, instructions in functions.items():
         texts = [text for _, text in instructions]
@@ -127,6 +130,7 @@ def test_products_run_on_warpgroups(functions):
         assert any("UTMALDG" in text for text in texts), name
 
 
+@pytest.mark.exhaustive
 def test_main_loop_stays_in_registers(functions):
     for name, instructions in functions.items():
         for loop in main_loops(instructions):
@@ -142,6 +146,7 @@ def waits(name: str) -> int:
     return 5 if re.search(r"ELb1E+v", name) else 4  # q k^T, dout v^T, p^T dout, ds^T q; with dq also ds k
 
 
+@pytest.mark.exhaustive
 def test_products_are_not_serialised(functions):
     for name, instructions in functions.items():
         for loop in main_loops(instructions):

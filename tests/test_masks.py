@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+import quick
 
 import jax_flash
 
@@ -93,7 +94,7 @@ ARRAY_OPTIONS = (
         | OPTIONS["lengths, window, causal, offsets"]
     }
 )
-# The reference combines all of them in one array, so each alone and all together suffice.
+# The reference combines all of them in one array, so each alone and all together suffice, also for the quick run.
 OPTIONS_OF_REFERENCE = OPTIONS | ARRAYS | dict([list(ARRAY_OPTIONS.items())[-1]])
 OPTIONS |= ARRAY_OPTIONS
 
@@ -159,23 +160,27 @@ def _assert_same_pairs(got, want, dtype) -> None:
     np.testing.assert_allclose(got, want, rtol=2.0**-7 if dtype == ml_dtypes.bfloat16 else 2.0**-10)
 
 
-DTYPES = pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32], ids=["bfloat16", "float32"])
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 
 
-@DTYPES
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize(("options", "dtype"), quick.in_turn(OPTIONS, DTYPES, quick=OPTIONS_OF_REFERENCE))
 def test_every_option(options, dtype, platform):
     probe(18, 200, 200, dtype, **options)
 
 
-@pytest.mark.parametrize("options", OPTIONS_OF_REFERENCE.values(), ids=OPTIONS_OF_REFERENCE.keys())
+@pytest.mark.parametrize(
+    "options",
+    quick.rows(OPTIONS_OF_REFERENCE, quick=["window right", "window, widest, smallest offset", "mask"]),
+)
 def test_reference(options):
     probe(18, 200, 200, np.float32, implementation="xla", **options)
 
 
-@DTYPES
-@pytest.mark.parametrize("seqlen_kv", SIZES[1:])
-@pytest.mark.parametrize("seqlen_q", [1, 63, 64, 129])
+@pytest.mark.parametrize(
+    ("seqlen_kv", "dtype"),
+    quick.in_turn({size: size for size in SIZES[1:]}, DTYPES, quick=[1, 63, 64, 65, 129, 200]),
+)
+@pytest.mark.parametrize("seqlen_q", quick.rows([1, 63, 64, 129], quick=[1, 64, 129]))
 def test_sizes_around_a_tiles(seqlen_q, seqlen_kv, dtype, platform):
     offset = np.array([0, seqlen_kv - seqlen_q, 5], np.int32)
     probe(3, seqlen_q, seqlen_kv, dtype, is_causal=True, local_window_size=(60, 0), query_offset=offset)
@@ -200,49 +205,44 @@ def documents(seqlen_q: int, seqlen_kv: int) -> tuple[np.ndarray, np.ndarray]:
     return np.where(of_queries == 2, 4, of_queries).astype(np.int32), of_keys
 
 
-@DTYPES
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(is_causal=True),
-        dict(local_window_size=(300, 40)),
-        dict(is_causal=True, local_window_size=(1, 0), query_offset=np.array([-700, 300], np.int32)),
-        dict(
-            is_causal=True,
-            query_seq_lengths=np.array([1031, 513], np.int32),
-            key_value_seq_lengths=np.array([640, 1025], np.int32),
-        ),
-        dict(mask=in_blocks(1031, 1100)),
-        dict(mask=in_blocks(1031, 1100), is_causal=True),
-        dict(segment_ids=documents(1031, 1100)),
-        dict(segment_ids=documents(1031, 1100), local_window_size=(100, 0)),
-    ],
-    ids=[
-        "causal",
-        "window",
-        "narrow window",
-        "lengths",
-        "mask",
-        "mask, causal",
-        "segments",
-        "segments, window",
-    ],
-)
+MANY_TILES = {
+    "causal": dict(is_causal=True),
+    "window": dict(local_window_size=(300, 40)),
+    "narrow window": dict(
+        is_causal=True, local_window_size=(1, 0), query_offset=np.array([-700, 300], np.int32)
+    ),
+    "lengths": dict(
+        is_causal=True,
+        query_seq_lengths=np.array([1031, 513], np.int32),
+        key_value_seq_lengths=np.array([640, 1025], np.int32),
+    ),
+    "mask": dict(mask=in_blocks(1031, 1100)),
+    "mask, causal": dict(mask=in_blocks(1031, 1100), is_causal=True),
+    "segments": dict(segment_ids=documents(1031, 1100)),
+    "segments, window": dict(segment_ids=documents(1031, 1100), local_window_size=(100, 0)),
+}
+
+
+@pytest.mark.parametrize(("options", "dtype"), quick.in_turn(MANY_TILES, DTYPES))
 def test_many_tiles(options, dtype, platform):
     """Long enough that some tiles are skipped and others need no mask."""
     probe(2, 1031, 1100, dtype, **options)
 
 
-@DTYPES
-@pytest.mark.parametrize("shape", [(1, 6, 131, 129), (2, 6, 1, 129), (6, 131, 1), (6, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    quick.in_turn({x: x for x in [(1, 6, 131, 129), (2, 6, 1, 129), (6, 131, 1), (6, 1, 1)]}, DTYPES),
+)
 def test_mask_of_each_head(shape, dtype, platform):
     """Heads that share keys have different masks."""
     mask = np.random.default_rng(0).random(shape) < 0.3
     probe(2, 131, 129, dtype, num_heads=6, num_kv_heads=2, mask=mask)
 
 
-@DTYPES
-@pytest.mark.parametrize("size", SIZES[1:])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    quick.in_turn({size: size for size in SIZES[1:]}, DTYPES, quick=[1, 63, 65, 129]),
+)
 def test_mask_of_sizes_around_a_tiles(size, dtype, platform):
     """Rows of the mask have every alignment."""
     for seqlen_q in (1, 65):

@@ -6,13 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import quick
 from cases import DTYPES
 
 import jax_flash
 
 QUERIES, KEYS = 150, 140
 LENGTHS = dict(query_seq_lengths=(65, 0, 150, 127), key_value_seq_lengths=(99, 140, 0, 64))
-FLOATS = [np.nan, np.inf, -np.inf]
+FLOATS = quick.rows([np.nan, np.inf, -np.inf], quick=[np.nan])
 
 
 def arrays(dtype: str, seed: int = 0) -> list[np.ndarray]:
@@ -60,9 +61,9 @@ def assert_same_bits(got: oracle.Result, want: oracle.Result) -> None:
         assert a.tobytes() == b.tobytes(), f"{name} differs in {(a != b).sum()} places"
 
 
-@pytest.mark.parametrize("poison", FLOATS, ids=str)
+@pytest.mark.parametrize("poison", FLOATS)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("kind", range(4))
+@quick.KINDS
 def test_beyond_the_lengths_nothing_leaks(kind, is_causal, poison, platform):
     dtype, precision, _ = harness.KINDS[platform][kind]
     f = forward_and_backward(dict(deterministic=True, precision=precision, is_causal=is_causal))
@@ -88,7 +89,7 @@ def test_beyond_the_lengths_nothing_leaks(kind, is_causal, poison, platform):
         assert not got.dv[b, keys:].any()
 
 
-@pytest.mark.parametrize("poison", FLOATS, ids=str)
+@pytest.mark.parametrize("poison", FLOATS)
 def test_beyond_the_lengths_nothing_leaks_into_unordered_sums(poison, cuda):
     """Sums in any order cannot be compared by bits, but must be as close as without the NaN."""
     operands = {name: np.array(x, np.int32) for name, x in LENGTHS.items()}
@@ -127,7 +128,7 @@ def test_memory_is_not_read_before_it_is_written(dtype, deterministic, platform)
                 np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), atol=0.05)
 
 
-@pytest.mark.parametrize("kind", range(4))
+@quick.KINDS
 def test_nan_is_not_swallowed(kind, platform):
     """NaN in a query, or in a key or value that it sees, makes the row NaN; the lse of other rows stays."""
     dtype, precision, _ = harness.KINDS[platform][kind]
@@ -172,9 +173,9 @@ def test_nan_is_not_swallowed(kind, platform):
         np.testing.assert_array_equal(got.out, want.out)
 
 
-@pytest.mark.parametrize("value", [np.inf, -np.inf])
+@pytest.mark.parametrize("value", quick.rows([np.inf, -np.inf], quick=[np.inf]))
 @pytest.mark.parametrize("operand", ["q", "k", "v"])
-@pytest.mark.parametrize("kind", range(4))
+@quick.KINDS
 def test_inf_follows_the_reference(kind, operand, value, platform):
     """In full attention the same places are NaN, infinite and finite."""
     dtype, precision, _ = harness.KINDS[platform][kind]
@@ -203,8 +204,8 @@ def array_operands(dtype: str) -> dict:
     )
 
 
-@pytest.mark.parametrize("poison", FLOATS, ids=str)
-@pytest.mark.parametrize("kind", range(4))
+@pytest.mark.parametrize("poison", FLOATS)
+@quick.KINDS
 def test_arrays_beyond_the_lengths_change_nothing(kind, poison, platform):
     """Whatever bias, mask and segments hold there; the gradient of the bias is 0 there."""
     dtype, precision, _ = harness.KINDS[platform][kind]
@@ -244,9 +245,9 @@ HIDING = {
 }
 
 
-@pytest.mark.parametrize("poison", FLOATS, ids=str)
+@pytest.mark.parametrize("poison", FLOATS)
 @pytest.mark.parametrize("hiding", HIDING.values(), ids=HIDING.keys())
-@pytest.mark.parametrize("kind", range(4))
+@quick.KINDS
 def test_bias_of_hidden_pairs_changes_nothing(kind, hiding, poison, platform):
     """A hidden pair's logit is -inf, whatever its bias; its gradient is 0."""
     dtype, precision, _ = harness.KINDS[platform][kind]
@@ -267,7 +268,7 @@ def test_bias_of_hidden_pairs_changes_nothing(kind, hiding, poison, platform):
     assert got["dbias"].any()
 
 
-@pytest.mark.parametrize("kind", range(4))
+@quick.KINDS
 def test_nan_in_the_bias_is_not_swallowed(kind, platform):
     """It makes its row NaN; the lse of other rows and the results of other heads stay."""
     dtype, precision, _ = harness.KINDS[platform][kind]
@@ -291,8 +292,8 @@ def test_nan_in_the_bias_is_not_swallowed(kind, platform):
     np.testing.assert_array_equal(got["dbias"][1, [0, 1, 3]], want["dbias"][1, [0, 1, 3]])
 
 
-@pytest.mark.parametrize("value", [np.inf, -np.inf])
-@pytest.mark.parametrize("kind", range(4))
+@pytest.mark.parametrize("value", quick.rows([np.inf, -np.inf], quick=[np.inf]))
+@quick.KINDS
 def test_inf_in_the_bias_follows_the_reference(kind, value, platform):
     dtype, precision, _ = harness.KINDS[platform][kind]
     inputs, bias = arrays(dtype), array_operands(dtype)["bias"]
@@ -366,8 +367,8 @@ def test_keys_that_no_row_sees_change_nothing(by, dtype, platform):
         assert not x[:, HALF:].any()
 
 
-@pytest.mark.parametrize("poison", FLOATS, ids=str)
-@pytest.mark.parametrize("kind", range(4))
+@pytest.mark.parametrize("poison", FLOATS)
+@quick.KINDS
 def test_rows_that_see_no_key_do_not_leak(kind, poison):
     """On the CPU: their queries and cotangents contribute to no gradient."""
     dtype, precision, _ = harness.KINDS["cpu"][kind]

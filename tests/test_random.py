@@ -14,6 +14,7 @@ import harness
 import jax
 import numpy as np
 import oracle
+import quick
 import random_cases
 from cases import DTYPES, Inputs
 from closeness import assert_close
@@ -24,7 +25,13 @@ Arrays = dict[str, Any]  # keyed by the names of arguments in random_cases
 
 def pytest_generate_tests(metafunc):
     seed, start, number = (metafunc.config.getoption(f"random_{name}") for name in ("seed", "start", "cases"))
-    metafunc.parametrize("random_seed", range(start, start + number) if seed is None else [seed])
+    if seed is not None:
+        seeds = [seed]
+    elif number is not None:
+        seeds = range(start, start + number)
+    else:
+        seeds = quick.rows(range(start, start + 100), quick=range(start, start + 15))
+    metafunc.parametrize("random_seed", seeds)
 
 
 def test_is_close_to_exact(random_seed, platform):

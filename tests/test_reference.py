@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import quick
 from cases import CASES, DTYPES, Case
 from closeness import assert_close
 
@@ -18,8 +19,12 @@ attention = functools.partial(jax_flash.flash_attention, implementation="xla", p
 ALL = (0, 1, 2)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("case", CASES[::3], ids=str)
+DTYPES_OF_CASES = {"float64": "float64", "bfloat16": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"), quick.in_turn({case.name: case for case in CASES[::3]}, DTYPES_OF_CASES)
+)
 def test_is_close_to_exact(case, dtype):
     harness.check(harness.run(case, dtype, implementation="xla"), case, dtype, dtype)
 
@@ -52,7 +57,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", quick.rows(["float64", "float32"], quick=["float32"]))
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_options(options, dtype):
     q, k, v, dout, dlse = CASE.inputs(DTYPES[dtype])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import quick
 from cases import CASES, DTYPES
 from closeness import assert_close
 from jax.test_util import check_grads
@@ -45,8 +46,8 @@ def run(case, dtype: str, scale, precision=None) -> tuple[oracle.Result, jax.Arr
         return jax.tree.map(np.asarray, f(*case.inputs(DTYPES[dtype]), case.operands(DTYPES[dtype]), scale))
 
 
-@pytest.mark.parametrize("scale", [0.1, -0.15])
-@pytest.mark.parametrize("kind", range(4))
+@pytest.mark.parametrize("scale", quick.rows([0.1, -0.15], quick=[-0.15]))
+@quick.KINDS
 @pytest.mark.parametrize("case", SCALED, ids=str)
 def test_is_close_to_exact(case, kind, scale, platform):
     dtype, precision, rule = harness.KINDS[platform][kind]

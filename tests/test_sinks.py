@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import quick
 from cases import CASES, DTYPES
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -38,7 +39,7 @@ def exact_gradient(q, k, v, sinks) -> np.ndarray:
     return oracle.sinks_gradient(result, np.cos(result.out), 0, sinks)
 
 
-@pytest.mark.parametrize("kind", range(4))
+@quick.KINDS
 @pytest.mark.parametrize("case", WITH_SINKS, ids=str)
 def test_gradient_is_close_to_exact(case, kind, platform):
     dtype, precision, rule = harness.KINDS[platform][kind]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import quick
 from closeness import assert_close
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -99,7 +100,7 @@ def is_mapped(subset) -> list[bool]:
     return [i in subset for i in range(3)]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", quick.rows([1, 2, 3], quick=[2]))
 @pytest.mark.parametrize("subset", SUBSETS, ids=lambda subset: "".join("qkv"[i] for i in subset))
 def test_vmap_of_grad_and_grad_of_vmap(subset, n, platform):
     """With every subset of q, k, v mapped; the gradient of an unmapped operand is summed over the map."""
@@ -118,7 +119,7 @@ def test_vmap_of_grad_and_grad_of_vmap(subset, n, platform):
 
 
 @pytest.mark.parametrize("in_axes", [(0, 1, 2), (4, 3, 0), (2, None, -1), (None, 4, None)], ids=str)
-@pytest.mark.parametrize("out_axes", [0, 2, -1])
+@pytest.mark.parametrize("out_axes", quick.rows([0, 2, -1], quick=[0]))
 def test_vmap_over_any_axis(in_axes, out_axes, platform):
     args = qkv(3, 2)
     moved = [x[0] if axis is None else np.moveaxis(x, 0, axis) for x, axis in zip(args, in_axes, strict=True)]
@@ -142,7 +143,9 @@ OPERANDS = {
 }
 
 
-@pytest.mark.parametrize("arrays_too", [False, True], ids=["operands", "operands and arrays"])
+@pytest.mark.parametrize(
+    "arrays_too", quick.rows({"operands": False, "operands and arrays": True}, quick=["operands and arrays"])
+)
 @pytest.mark.parametrize("names", [(name,) for name in OPERANDS] + [tuple(OPERANDS)], ids="+".join)
 def test_vmap_over_operands(names, arrays_too, platform):
     operands = {name: OPERANDS[name] for name in names}
@@ -163,7 +166,10 @@ def test_vmap_over_operands(names, arrays_too, platform):
 
 
 @pytest.mark.parametrize(
-    "shape", [(2, 4, 6, 9), (1, 4, 6, 9), (2, 1, 1, 9), (4, 6, 1), (6, 9), (9,)], ids=str
+    "shape",
+    quick.rows(
+        [(2, 4, 6, 9), (1, 4, 6, 9), (2, 1, 1, 9), (4, 6, 1), (6, 9), (9,)], quick=[(2, 1, 1, 9), (6, 9)]
+    ),
 )
 @pytest.mark.parametrize("is_mapped", [False, True], ids=["one mask", "masks"])
 def test_vmap_over_masks(is_mapped, shape, platform):
@@ -352,7 +358,9 @@ def exact_rows(q, k, v, operands):
 
 
 @pytest.mark.parametrize("operands", [False, True], ids=["", "lengths"])
-@pytest.mark.parametrize(("shape", "spec", "spec_kv"), MESHES.values(), ids=MESHES.keys())
+@pytest.mark.parametrize(
+    ("shape", "spec", "spec_kv"), quick.rows(MESHES, quick=["heads", "batch and heads"], unpack=True)
+)
 def test_sharded_jit_gathers_nothing(shape, spec, spec_kv, operands):
     mesh = mesh_of(shape)
     args = qkv(8, n=16, k=8)
@@ -387,8 +395,10 @@ MASKS = ["BNTS", "1NTS", "B1TS", "TS", "B11S", "NT1", "N11"]
 
 
 @pytest.mark.parametrize("replicated", [False, True], ids=["sharded mask", "replicated mask"])
-@pytest.mark.parametrize("axes", MASKS)
-@pytest.mark.parametrize(("shape", "spec", "spec_kv"), MESHES.values(), ids=MESHES.keys())
+@pytest.mark.parametrize("axes", quick.rows(MASKS, quick=["BNTS", "B11S", "N11"]))
+@pytest.mark.parametrize(
+    ("shape", "spec", "spec_kv"), quick.rows(MESHES, quick=["batch and heads"], unpack=True)
+)
 def test_sharded_masks_and_segments_gather_nothing(shape, spec, spec_kv, axes, replicated):
     """Every device takes its part of a replicated mask or replicated ids."""
     mesh = mesh_of(shape)
@@ -510,7 +520,9 @@ def test_shards_of_different_sizes(spec):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("shape", "spec", "spec_kv"), MESHES.values(), ids=MESHES.keys())
+@pytest.mark.parametrize(
+    ("shape", "spec", "spec_kv"), quick.rows(MESHES, quick=["batch and heads"], unpack=True)
+)
 def test_shard_map(shape, spec, spec_kv):
     mesh = mesh_of(shape)
     args = qkv(8, n=16, k=8)
@@ -620,7 +632,12 @@ REPLICATED = {
 }
 
 
-@pytest.mark.parametrize("spec", [P("batch"), P(None, None, "heads"), P("batch", None, "heads")], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    quick.rows(
+        [P("batch"), P(None, None, "heads"), P("batch", None, "heads")], quick=[P("batch", None, "heads")]
+    ),
+)
 @pytest.mark.parametrize("operands", REPLICATED.values(), ids=REPLICATED.keys())
 def test_explicit_sharding_beside_replicated_operands(operands, spec):
     """Gradients have the types of their operands."""
@@ -642,8 +659,8 @@ def test_explicit_sharding_beside_replicated_operands(operands, spec):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize("operands", REPLICATED.values(), ids=REPLICATED.keys())
+@pytest.mark.parametrize("implementation", quick.rows([None, "xla"], quick=[None]))
+@pytest.mark.parametrize("operands", quick.rows(REPLICATED, quick=["slopes", "bias B11S", "scale"]))
 def test_explicit_sharding_without_a_current_mesh(operands, implementation):
     """The arrays know their mesh."""
     args = qkv(4, n=8, k=4)
@@ -668,8 +685,10 @@ def test_explicit_sharding_without_a_current_mesh(operands, implementation):
     np.testing.assert_allclose(eager, attention(*args, **operands), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("spec_kv", [P(), P("batch"), P(None, None, "heads")], ids=str)
-@pytest.mark.parametrize("operands", REPLICATED.values(), ids=REPLICATED.keys())
+@pytest.mark.parametrize(
+    "spec_kv", quick.rows([P(), P("batch"), P(None, None, "heads")], quick=[P(None, None, "heads")])
+)
+@pytest.mark.parametrize("operands", quick.rows(REPLICATED, quick=["sinks", "bias 1NTS", "scale"]))
 def test_explicit_sharding_of_queries_and_keys_apart(operands, spec_kv):
     mesh = explicit_mesh()
     args = qkv(4, n=8, k=4)
@@ -797,8 +816,8 @@ SYMBOLIC = {
 }
 
 
-@pytest.mark.parametrize("is_mapped", [False, True], ids=["", "vmap"])
-@pytest.mark.parametrize("operands", SYMBOLIC.values(), ids=SYMBOLIC.keys())
+@pytest.mark.parametrize("is_mapped", quick.rows({"": False, "vmap": True}, quick=["vmap"]))
+@pytest.mark.parametrize("operands", quick.rows(SYMBOLIC, quick=["mask and bias"]))
 def test_export_of_symbolic_sizes(operands, is_mapped, platform):
     pytest.importorskip("flatbuffers", reason="jax.export writes flatbuffers, an optional dependency of jax")
     sizes = {"b": 2, "t": 6, "s": 9, "m": 3}
