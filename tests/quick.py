@@ -1,4 +1,4 @@
-"""Parameters of tests, of which the quick run keeps some. The others are marked `exhaustive`; `--all` runs them, too."""
+"""Parameters of tests, of which the quick run keeps some. The others are `exhaustive`: `--all` runs them, too."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
