@@ -4,6 +4,8 @@ import os
 import shlex
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the workers of pytest-xdist share one GPU
+# The oracle multiplies small matrices. More threads would mostly wait for each other, and take the workers' cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
 import pytest
