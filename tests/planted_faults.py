@@ -693,7 +693,7 @@ def _pytest(
     """Runs tests of the copy, with the library compiled here or the installed one."""
     paths = (CHECKOUT, SITE) if compiled else (CHECKOUT,)
     nodes = [f"tests/{test}" for test in tests]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *nodes]
+    command = [sys.executable, "-m", "pytest", "--all", "-q", "-p", "no:cacheprovider", *options, *nodes]
     return _run(command, _environment(*paths), limit)
 
 

@@ -19,7 +19,10 @@ from jax_flash import _dropout
 attention = functools.partial(jax_flash.flash_attention, precision="highest")
 ALL = (0, 1, 2)
 KEY = jax.random.key(17)
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [None, "xla"], ids=["fused", "xla"])
+# The quick run has two more tests of the reference.
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "implementation", quick.rows({"fused": None, "xla": "xla"}, quick=["fused"])
+)
 
 
 def random(*shape: int, seed: int = 0) -> np.ndarray:

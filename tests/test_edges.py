@@ -61,7 +61,7 @@ def test_empty(sizes, dtype, implementation, platform):
 
 
 @pytest.mark.parametrize("slopes", [False, True], ids=["bias", "slopes"])
-@pytest.mark.parametrize("implementation", [None, "xla"], ids=["fused", "xla"])
+@pytest.mark.parametrize("implementation", quick.rows({"fused": None, "xla": "xla"}, quick=["fused"]))
 @pytest.mark.parametrize("sizes", quick.rows(EMPTY, quick=["no queries", "no keys"]))
 def test_empty_with_arrays(sizes, implementation, slopes, platform):
     b, t, s, n, k = sizes
@@ -388,7 +388,9 @@ def test_repeats_give_the_same_bits(dtype, platform):
     assert sum(differs(f(*args), want) for _ in range(repeats)) == 0
 
 
-@pytest.mark.parametrize("hidden_by", ["mask", "segments", "global tokens"])
+@pytest.mark.parametrize(
+    "hidden_by", quick.rows(["mask", "segments", "global tokens"], quick=["mask", "segments"])
+)
 def test_hidden_tiles_do_not_change_the_order(hidden_by, platform):
     """With hidden tiles of keys between visible ones, the order of summation is still fixed."""
     tile, tiles, length = 192, 32, 48
@@ -438,7 +440,7 @@ REPEATED = [
 REPEATED = {f"{shape[:6]} {'+'.join(shape[6])}": shape for shape in REPEATED}
 
 
-@pytest.mark.parametrize("shape", quick.rows(REPEATED, quick=list(REPEATED)[::4]))
+@pytest.mark.parametrize("shape", quick.rows(REPEATED, quick=list(REPEATED)[::5]))
 def test_deterministic_gradients_repeat_under_load(shape, platform):
     """A large product before each call lowers the clock and clears the caches."""
     t, s, n, k, h, hv, options = shape

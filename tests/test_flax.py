@@ -63,9 +63,15 @@ def linen_layer(fn=None, **options) -> linen.Module:
     return linen.MultiHeadDotProductAttention(num_heads=4, qkv_features=32, **options)
 
 
+@functools.cache
+def linen_params(*shapes: tuple[int, ...]):
+    """The parameters for inputs of these shapes."""
+    return linen_layer().init(jax.random.key(0), *(np.ones(shape, np.float32) for shape in shapes))
+
+
 def linen_results(layer: linen.Module, *inputs, rows=1, **call):
     """The output of the rows that count, and gradients with respect to parameters and inputs."""
-    params = linen_layer().init(jax.random.key(0), *inputs)
+    params = linen_params(*(x.shape for x in inputs))
 
     def loss(params, inputs):
         y = layer.apply(params, *inputs, **call) * rows
@@ -74,7 +80,7 @@ def linen_results(layer: linen.Module, *inputs, rows=1, **call):
     return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, inputs)
 
 
-@pytest.mark.parametrize("inputs", [(X,), (X, MEMORY)], ids=["self", "cross"])
+@pytest.mark.parametrize("inputs", quick.rows({"self": (X,), "cross": (X, MEMORY)}, quick=["self"]))
 def test_linen(inputs, platform):
     assert_trees_close(
         linen_results(linen_layer(attention_fn), *inputs), linen_results(linen_layer(), *inputs)
@@ -96,14 +102,13 @@ def test_linen_bfloat16(platform):
         assert np.abs(a - b).max() <= 16 * 2.0**-8 * max(1.0, np.abs(b).max())
 
 
-@pytest.mark.exhaustive
 def test_linen_deterministic_dropout(platform):
     """A layer whose dropout is off for inference."""
     layer = linen_layer(attention_fn, dropout_rate=0.5)
     assert_trees_close(linen_results(layer, X, deterministic=True), linen_results(linen_layer(), X))
 
 
-@pytest.mark.parametrize("mask", quick.rows(MASKS, quick=["causal and padding", "one for each head"]))
+@pytest.mark.parametrize("mask", quick.rows(MASKS, quick=["one for each head"]))
 def test_linen_mask(mask, platform):
     mask = mask(linen)
     assert_trees_close(
@@ -137,6 +142,7 @@ def test_linen_causal_with_a_mask(platform):
     assert_trees_close(linen_results(layer, X, mask=padding), want)
 
 
+@pytest.mark.exhaustive
 def test_linen_batch_axes(platform):
     x = np.random.default_rng(3).standard_normal((2, 3, 7, 12)).astype(np.float32)
     mask = linen.make_causal_mask(TOKENS[0], extra_batch_dims=2)  # [1, 1, 1, 7, 7]
@@ -187,7 +193,7 @@ def test_linen_decoding_refuses_is_causal(platform):
 
 def test_linen_dropout(platform):
     """Dropout is on and off as in flax, and flax's key decides which pairs are dropped."""
-    params = linen_layer().init(jax.random.key(0), X)
+    params = linen_params(X.shape)
     layer = linen_layer(attention_fn, dropout_rate=0.5)
 
     @functools.partial(jax.jit, static_argnames="deterministic")
@@ -204,7 +210,7 @@ def test_linen_dropout(platform):
 @pytest.mark.exhaustive
 def test_linen_dropout_gradients(platform):
     """With one key the same pairs are dropped, so the output is smooth and its gradients can be checked."""
-    params = linen_layer().init(jax.random.key(0), X)
+    params = linen_params(X.shape)
     layer = linen_layer(attention_fn, dropout_rate=0.3, deterministic=False)
 
     @jax.jit
@@ -259,6 +265,7 @@ def test_nnx_is_causal(platform):
     assert_trees_close(got, nnx_results(nnx_layer(), X, mask=CAUSAL))
 
 
+@pytest.mark.exhaustive
 def test_nnx_under_nnx_jit_and_grad(platform):
     layer = nnx_layer(attention_fn)
 
@@ -381,24 +388,30 @@ def qkv(batch=(2,), seqlen_q=7, seqlen_kv=9, dtype=np.float32) -> list[np.ndarra
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
+SHAPES = [  # of the batch axes, and of a mask or bias
+    ((2,), (2, 4, 7, 9)),
+    ((2,), (1, 4, 7, 9)),
+    ((2,), (2, 1, 1, 9)),
+    ((2,), (4, 1, 9)),
+    ((2,), (7, 1)),
+    ((), (4, 7, 9)),
+    ((2, 3), (2, 3, 4, 7, 9)),
+    ((2, 3), (2, 3, 1, 1, 9)),
+    ((2, 3), (1, 3, 1, 7, 9)),
+    ((2, 3), (2, 1, 1, 7, 9)),
+    ((2, 3), (1, 1, 4, 7, 9)),
+    ((2, 3), (3, 1, 7, 9)),
+    ((2, 3), (9,)),
+]
+
+
 @pytest.mark.parametrize(
     ("batch", "shape"),
-    [
-        ((2,), (2, 4, 7, 9)),
-        ((2,), (1, 4, 7, 9)),
-        ((2,), (2, 1, 1, 9)),
-        ((2,), (4, 1, 9)),
-        ((2,), (7, 1)),
-        ((), (4, 7, 9)),
-        ((2, 3), (2, 3, 4, 7, 9)),
-        ((2, 3), (2, 3, 1, 1, 9)),
-        ((2, 3), (1, 3, 1, 7, 9)),
-        ((2, 3), (2, 1, 1, 7, 9)),
-        ((2, 3), (1, 1, 4, 7, 9)),
-        ((2, 3), (3, 1, 7, 9)),
-        ((2, 3), (9,)),
-    ],
-    ids=str,
+    quick.rows(
+        {f"{batch}-{shape}": (batch, shape) for batch, shape in SHAPES},
+        ["(2,)-(7, 1)", "()-(4, 7, 9)", "(2, 3)-(2, 1, 1, 7, 9)"],
+        unpack=True,
+    ),
 )
 def test_mask_and_bias_of_any_shape(batch, shape, platform):
     """They may have broadcast dimensions or fewer axes; the gradient of the bias has the bias's shape."""
@@ -510,7 +523,7 @@ def test_refuses_to_record_the_weights():
 
 @pytest.mark.parametrize("name", ["qk_attn_weights_einsum", "attn_weights_value_einsum"])
 def test_refuses_other_products(name):
-    params = linen_layer().init(jax.random.key(0), X)
+    params = linen_params(X.shape)
     with pytest.raises(NotImplementedError, match=name):
         linen_layer(attention_fn, **{f"{name}_cls": lambda: jnp.einsum}).apply(params, X)
 
