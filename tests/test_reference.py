@@ -143,6 +143,7 @@ def test_nan_in_the_bias_of_a_hidden_pair_changes_nothing():
     q, k, v, dout, _ = CASE.inputs(np.float32)
     mask = RNG.random((6, 9)) < 0.5
 
+    @jax.jit
     def gradients(bias):
         f = functools.partial(attention, mask=mask, logits_soft_cap=2.0)
         return jax.vjp(f, q, k, v, bias)[1](jnp.asarray(dout))
