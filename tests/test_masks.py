@@ -178,7 +178,7 @@ def test_reference(options):
 
 @pytest.mark.parametrize(
     ("seqlen_kv", "dtype"),
-    quick.in_turn({size: size for size in SIZES[1:]}, DTYPES, quick=[1, 63, 64, 65, 129, 200]),
+    quick.in_turn(SIZES[1:], DTYPES, quick=[1, 63, 64, 65, 129, 200]),
 )
 @pytest.mark.parametrize("seqlen_q", quick.rows([1, 63, 64, 129], quick=[1, 64, 129]))
 def test_sizes_around_a_tiles(seqlen_q, seqlen_kv, dtype, platform):
@@ -231,7 +231,7 @@ def test_many_tiles(options, dtype, platform):
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    quick.in_turn({x: x for x in [(1, 6, 131, 129), (2, 6, 1, 129), (6, 131, 1), (6, 1, 1)]}, DTYPES),
+    quick.in_turn([(1, 6, 131, 129), (2, 6, 1, 129), (6, 131, 1), (6, 1, 1)], DTYPES),
 )
 def test_mask_of_each_head(shape, dtype, platform):
     """Heads that share keys have different masks."""
@@ -241,7 +241,7 @@ def test_mask_of_each_head(shape, dtype, platform):
 
 @pytest.mark.parametrize(
     ("size", "dtype"),
-    quick.in_turn({size: size for size in SIZES[1:]}, DTYPES, quick=[1, 63, 65, 129]),
+    quick.in_turn(SIZES[1:], DTYPES, quick=[1, 63, 65, 129]),
 )
 def test_mask_of_sizes_around_a_tiles(size, dtype, platform):
     """Rows of the mask have every alignment."""

@@ -32,9 +32,7 @@ QUICK = [
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    quick.in_turn(
-        {case.name: case for case in CASES[::3]}, {dtype: dtype for dtype in ("float64", "bfloat16")}, QUICK
-    ),
+    quick.in_turn({case.name: case for case in CASES[::3]}, ["float64", "bfloat16"], QUICK),
 )
 def test_is_close_to_exact(case, dtype):
     harness.check(harness.run(case, dtype, implementation="xla"), case, dtype, dtype)
