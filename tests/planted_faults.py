@@ -630,11 +630,13 @@ def _copy_checkout() -> None:
 
 
 def _make_site() -> None:
-    """Makes a folder with the package's metadata and library; the Python files come from the copy."""
+    """Makes a folder with the package's metadata and module; its library and its Python files come from the copy."""
     installed = importlib.metadata.distribution("jax_flash")
     (metadata,) = [file.parent for file in installed.files or () if file.name == "METADATA"]
     shutil.copytree(installed.locate_file(metadata), SITE / metadata, dirs_exist_ok=True)
     (SITE / "jax_flash").mkdir(exist_ok=True)
+    for module in pathlib.Path(installed.locate_file("jax_flash")).glob("_native.*"):
+        shutil.copyfile(module, SITE / "jax_flash" / module.name)
 
 
 def _run(
