@@ -233,6 +233,7 @@ class Driver:
 )
 def test_gpus_of_this_machine(backend, monkeypatch, tmp_path, gpus, has_driver, archs):
     monkeypatch.undo()
+    monkeypatch.setenv("CXX", "g++")
     monkeypatch.setattr(backend, "_libcuda", lambda: None if gpus is None else Driver(*gpus))
     monkeypatch.setattr(backend.Path, "exists", lambda path: False)
     assert backend._has_driver() == has_driver
