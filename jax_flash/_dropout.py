@@ -25,8 +25,12 @@ def make_seeds(rng: jax.Array, batch: int, num_heads: int) -> jax.Array:
 
 def keep(seeds: jax.Array, rate: float, seqlen_q: int, seqlen_kv: int) -> jax.Array:
     """Which pairs dropout of `rate` keeps: bool [B, N, T, S], from seeds [B, N, 3]."""
-    row = jnp.arange(seqlen_q, dtype=jnp.uint32)[:, None]
-    column = jnp.arange(seqlen_kv, dtype=jnp.uint32)
+    return keep_pairs(seeds, rate, jnp.arange(seqlen_q)[:, None], jnp.arange(seqlen_kv))
+
+
+def keep_pairs(seeds: jax.Array, rate: float, row: jax.Array, column: jax.Array) -> jax.Array:
+    """The same for the given rows [T, 1] and columns [S]."""
+    row, column = row.astype(jnp.uint32), column.astype(jnp.uint32)
     counter = (
         row // 16 * 8 + row % 8,
         column // 16 * 4 + column % 8 // 2,

@@ -5,6 +5,8 @@ It materializes the score matrix, so its memory grows as T * S. JAX differentiat
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -45,27 +47,11 @@ def attention(
 
     row = jnp.arange(seqlen_q)[:, None]  # [T, 1]
     column = jnp.arange(seqlen_kv)  # [S]
-    row_exists = _below(row, operands.get("query_seq_lengths"))  # [B or 1, 1, T, 1]
-    column_exists = _below(column, operands.get("key_value_seq_lengths"))  # [B or 1, 1, 1, S]
+    row_exists, column_exists = existing(row, column, operands)
     # Rows beyond the lengths may hold anything. They are replaced here, as 0 * NaN is NaN, forward and backward.
     query = jnp.where(_per_row(row_exists), query, 0)
     key, value = (jnp.where(_per_row(column_exists.mT), x, 0) for x in (key, value))
-
-    visible = row_exists & column_exists
-    distance = column - row  # [T, S]
-    offset = _per_batch(operands.get("query_offset", 0))
-    # Any int32 is an offset, and a window may be as wide: their sums must not wrap around.
-    if options.is_causal:
-        visible &= distance <= offset
-    if options.window_left >= 0:
-        visible &= distance >= jnp.maximum(offset, _INT32.min + options.window_left) - options.window_left
-    if options.window_right >= 0:
-        visible &= distance <= jnp.minimum(offset, _INT32.max - options.window_right) + options.window_right
-    if "query_segment_ids" in operands:
-        of_query, of_key = operands["query_segment_ids"], operands["key_value_segment_ids"]
-        visible &= (of_query[:, :, None] == of_key[:, None, :])[:, None]
-    if "mask" in operands:
-        visible &= operands["mask"]
+    visible = visible_pairs(row, column, operands, options)
 
     query = query.reshape(batch, seqlen_q, *groups, head_dim)
     logits = jnp.einsum("btkgd,bskd->bkgts", query, key, precision=precision, preferred_element_type=dtype)
@@ -75,9 +61,7 @@ def attention(
     if "bias" in operands:
         logits += operands["bias"].astype(dtype)
     if "alibi_slopes" in operands:
-        # The distance in the logits' dtype, as any int32 is an offset.
-        distances = jnp.abs(row.astype(dtype) + (offset.astype(dtype) - column.astype(dtype)))
-        logits -= _per_head(operands["alibi_slopes"]) * distances
+        logits -= _per_head(operands["alibi_slopes"]) * distances(row, column, operands, dtype)
     if options.logits_soft_cap:
         logits = jnp.where(visible, logits, 0)  # a bias may be NaN here, and so would be the slope of tanh
         logits = options.logits_soft_cap * jnp.tanh(logits / options.logits_soft_cap)
@@ -108,6 +92,47 @@ def attention(
     out = out.reshape(batch, seqlen_q, num_heads, value.shape[-1]).astype(query.dtype)
     out = jnp.where(_per_row(row_exists), out, 0)  # so that a NaN in the cotangent of such a row stays there
     return out, jnp.swapaxes(lse[..., 0], 1, 2)
+
+
+def existing(
+    row: jax.Array, column: jax.Array, operands: dict[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Which of the rows [T, 1] and columns [S] lie within the lengths: [B or 1, 1, T, 1] and [B or 1, 1, 1, S]."""
+    lengths = operands.get("query_seq_lengths"), operands.get("key_value_seq_lengths")
+    return _below(row, lengths[0]), _below(column, lengths[1])
+
+
+def visible_pairs(
+    row: jax.Array, column: jax.Array, operands: dict[str, jax.Array], options: AttentionOptions
+) -> jax.Array:
+    """Which of the columns [S] the rows [T, 1] see, broadcastable to [B, N, T, S].
+
+    Rows and columns may be a part of all; segment ids and mask are then those of this part.
+    """
+    row_exists, column_exists = existing(row, column, operands)
+    visible = row_exists & column_exists
+    distance = column - row  # [T, S]
+    offset = _per_batch(operands.get("query_offset", 0))
+    # Any int32 is an offset, and a window may be as wide: their sums must not wrap around.
+    if options.is_causal:
+        visible &= distance <= offset
+    if options.window_left >= 0:
+        visible &= distance >= jnp.maximum(offset, _INT32.min + options.window_left) - options.window_left
+    if options.window_right >= 0:
+        visible &= distance <= jnp.minimum(offset, _INT32.max - options.window_right) + options.window_right
+    if "query_segment_ids" in operands:
+        of_query, of_key = operands["query_segment_ids"], operands["key_value_segment_ids"]
+        visible &= (of_query[:, :, None] == of_key[:, None, :])[:, None]
+    if "mask" in operands:
+        visible &= operands["mask"]
+    return visible
+
+
+def distances(row: jax.Array, column: jax.Array, operands: dict[str, jax.Array], dtype: Any) -> jax.Array:
+    """The distances |i + query_offset - j| of rows [T, 1] and columns [S]: [B or 1, 1, T, S]."""
+    offset = _per_batch(operands.get("query_offset", 0))
+    # In the logits' dtype, as any int32 is an offset.
+    return jnp.abs(row.astype(dtype) + (offset.astype(dtype) - column.astype(dtype)))
 
 
 def _per_batch(x: jax.Array | int) -> jax.Array:
