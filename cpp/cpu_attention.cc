@@ -52,4 +52,8 @@ bool BackwardBias(const BackwardParams& params, ThreadPool& pool, InstructionSet
   return KernelsOf(set).backward_bias(params, pool);
 }
 
+bool Tangent(const TangentParams& params, ThreadPool& pool, InstructionSet set) {
+  return KernelsOf(set).tangent(params, pool);
+}
+
 }  // namespace jax_flash::cpu

@@ -19,5 +19,6 @@ InstructionSet BestInstructionSet();
 bool Forward(const ForwardParams& params, ThreadPool& pool, InstructionSet set = BestInstructionSet());
 bool Backward(const BackwardParams& params, ThreadPool& pool, InstructionSet set = BestInstructionSet());
 bool BackwardBias(const BackwardParams& params, ThreadPool& pool, InstructionSet set = BestInstructionSet());
+bool Tangent(const TangentParams& params, ThreadPool& pool, InstructionSet set = BestInstructionSet());
 
 }  // namespace jax_flash::cpu

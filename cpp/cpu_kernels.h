@@ -11,6 +11,7 @@ struct Kernels {
   bool (*forward)(const ForwardParams& params, ThreadPool& pool);
   bool (*backward)(const BackwardParams& params, ThreadPool& pool);
   bool (*backward_bias)(const BackwardParams& params, ThreadPool& pool);
+  bool (*tangent)(const TangentParams& params, ThreadPool& pool);
 };
 
 extern const Kernels kBaselineKernels;

@@ -38,9 +38,14 @@ class Pairs {
   }
 
   void LoadBias(int64_t row, int64_t first_key, int64_t keys, T* to) const {
+    LoadBias(params_.bias, static_cast<const T*>(params_.alibi_slopes), row, first_key, keys, to);
+  }
+  // The same of any bias, or slopes [B, N]; both may be null.
+  void LoadBias(const PairArray& bias, const T* slopes, int64_t row, int64_t first_key, int64_t keys,
+                T* to) const {
     const auto [query, head] = At(row);
     for (int64_t j = 0; j < keys; ++j) to[j] = 0;
-    if (const PairArray& bias = params_.bias) {
+    if (bias) {
       const int64_t offset = Offset(bias, query, head) + first_key * bias.key_stride;
       switch (bias.dtype) {
         case DType::kFloat16:
@@ -53,8 +58,8 @@ class Pairs {
           return Copy(static_cast<const double*>(bias.data) + offset, bias.key_stride, keys, to);
       }
     }
-    if (params_.alibi_slopes) {
-      const T slope = static_cast<const T*>(params_.alibi_slopes)[batch_ * params_.num_heads + head];
+    if (slopes) {
+      const T slope = slopes[batch_ * params_.num_heads + head];
       for (int64_t j = 0; j < keys; ++j) to[j] = -slope * Distance(row, first_key + j);
     }
   }

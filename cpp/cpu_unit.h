@@ -60,6 +60,7 @@ BEGIN_TARGET(TARGET)
 #include "cpu_forward.h"
 #include "cpu_backward.h"
 #include "cpu_backward_bias.h"
+#include "cpu_tangent.h"
 // clang-format on
 END_TARGET
 
@@ -81,9 +82,10 @@ END_TARGET
 bool Forward(const ForwardParams& params, ThreadPool& pool) { DISPATCH_DTYPE(ForwardAs) }
 bool Backward(const BackwardParams& params, ThreadPool& pool) { DISPATCH_DTYPE(BackwardAs) }
 bool BackwardBias(const BackwardParams& params, ThreadPool& pool) { DISPATCH_DTYPE(BackwardBiasAs) }
+bool Tangent(const TangentParams& params, ThreadPool& pool) { DISPATCH_DTYPE(TangentAs) }
 
 }  // namespace
 
-const Kernels KERNELS = {Forward, Backward, BackwardBias};
+const Kernels KERNELS = {Forward, Backward, BackwardBias, Tangent};
 
 }  // namespace jax_flash::cpu

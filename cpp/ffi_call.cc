@@ -33,6 +33,33 @@ std::string Join(const std::vector<std::string>& parts, const char* separator) {
   return joined;
 }
 
+// The first `exact` sizes of the buffer must be those of `dims`; the others may be 1.
+ffi::Error CheckBroadcastable(std::string_view name, ffi::AnyBuffer buffer, const DTypes& dtypes,
+                              const Dims& dims, size_t exact) {
+  const ffi::DataType dtype = buffer.element_type();
+  const Dims got = DimsOf(buffer);
+  bool fits = got.size() == dims.size();
+  for (size_t i = 0; fits && i < dims.size(); ++i) fits = got[i] == dims[i] || (i >= exact && got[i] == 1);
+  const bool is_allowed =
+      std::find(dtypes.allowed.begin(), dtypes.allowed.end(), dtype) != dtypes.allowed.end();
+  if (fits && is_allowed) return ffi::Error::Success();
+  std::vector<std::string> allowed;
+  for (ffi::DataType one : dtypes.allowed) allowed.push_back(ToString(one));
+  return ffi::Error::InvalidArgument("jax_flash: " + std::string(name) + " must be broadcastable to " +
+                                     ToString(dims) + " and have dtype " + Join(allowed, " or ") + ", got " +
+                                     ToString(dtype) + " of shape " + ToString(got) + ".");
+}
+
+// `got`: the four sizes of the array.
+PairArray ToPairArray(const void* data, ffi::DataType dtype, const Dims& got) {
+  const auto stride = [&](int axis) {
+    int64_t elements = got[axis] == 1 ? 0 : 1;
+    for (size_t i = axis + 1; i < got.size(); ++i) elements *= std::max<int64_t>(got[i], 1);
+    return elements;
+  };
+  return {data, *ToDType(dtype), stride(0), stride(1), stride(2), stride(3)};
+}
+
 }  // namespace
 
 std::string ToString(const Dims& dims) {
@@ -115,24 +142,19 @@ ffi::Error CallReader::NextResult(std::string_view name, ffi::AnyBuffer* buffer)
 ffi::Error CallReader::TakeArg(std::string_view name, DTypes dtypes, const Dims& dims, PairArray* array) {
   ffi::AnyBuffer buffer = NoBuffer();
   RETURN_IF_ERROR(NextArg(name, &buffer));
-  const ffi::DataType dtype = buffer.element_type();
-  const Dims got = DimsOf(buffer);
-  const auto fits = [](int64_t size, int64_t full) { return size == full || size == 1; };
-  const bool is_allowed =
-      std::find(dtypes.allowed.begin(), dtypes.allowed.end(), dtype) != dtypes.allowed.end();
-  if (!is_allowed || got.size() != dims.size() || !std::equal(got.begin(), got.end(), dims.begin(), fits)) {
-    std::vector<std::string> allowed;
-    for (ffi::DataType one : dtypes.allowed) allowed.push_back(ToString(one));
-    return ffi::Error::InvalidArgument("jax_flash: " + std::string(name) + " must be broadcastable to " +
-                                       ToString(dims) + " and have dtype " + Join(allowed, " or ") +
-                                       ", got " + ToString(dtype) + " of shape " + ToString(got) + ".");
-  }
-  const auto stride = [&](int axis) {
-    int64_t elements = got[axis] == 1 ? 0 : 1;
-    for (size_t i = axis + 1; i < got.size(); ++i) elements *= std::max<int64_t>(got[i], 1);
-    return elements;
-  };
-  *array = {NonNullData(buffer), *ToDType(dtype), stride(0), stride(1), stride(2), stride(3)};
+  RETURN_IF_ERROR(CheckBroadcastable(name, buffer, dtypes, dims, 0));
+  *array = ToPairArray(NonNullData(buffer), buffer.element_type(), DimsOf(buffer));
+  return ffi::Error::Success();
+}
+
+ffi::Error CallReader::TakeArg(std::string_view name, DTypes dtypes, const Dims& dims, PairArrays* arrays) {
+  ffi::AnyBuffer buffer = NoBuffer();
+  RETURN_IF_ERROR(NextArg(name, &buffer));
+  RETURN_IF_ERROR(CheckBroadcastable(name, buffer, dtypes, dims, 1));
+  const Dims of_direction(buffer.dimensions().begin() + 1, buffer.dimensions().end());
+  arrays->first = ToPairArray(NonNullData(buffer), buffer.element_type(), of_direction);
+  arrays->direction_bytes = ElementBytes(buffer.element_type());
+  for (int64_t size : of_direction) arrays->direction_bytes *= size;
   return ffi::Error::Success();
 }
 

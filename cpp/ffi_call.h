@@ -99,6 +99,10 @@ class CallReader {
   // An argument broadcastable to the four sizes `dims`.
   ffi::Error TakeArg(std::string_view name, DTypes dtypes, const Dims& dims, PairArray* array);
 
+  // An argument with the first size of `dims`, the number of directions, and broadcastable to the four that
+  // follow.
+  ffi::Error TakeArg(std::string_view name, DTypes dtypes, const Dims& dims, PairArrays* arrays);
+
   // The shape of the next result, without taking it; empty if there is none.
   Dims PeekResultDims() const;
 

@@ -48,6 +48,14 @@ ffi::Error BackwardBiasCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args,
   return cpu::BackwardBias(params, pool) ? ffi::Error::Success() : OutOfMemory();
 }
 
+ffi::Error TangentCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi::RemainingRets results,
+                      ffi::Dictionary attributes) {
+  TangentParams params;
+  RETURN_IF_ERROR(ReadTangent(args, results, attributes, &params));
+  XlaThreadPool pool(thread_pool);
+  return cpu::Tangent(params, pool) ? ffi::Error::Success() : OutOfMemory();
+}
+
 }  // namespace
 }  // namespace jax_flash
 
@@ -70,4 +78,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashBackwardBiasCpu, jax_flash::kGuarded<jax_f
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .RemainingArgs()  // q, k, v, out, lse, dout, dlse, optional operands
                                   .RemainingRets()  // dbias
+                                  .Attrs());        // the options, and `operands`
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashTangentCpu, jax_flash::kGuarded<jax_flash::TangentCpu>,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .RemainingArgs()  // q, k, v, out, lse, tangents, optional operands
+                                  .RemainingRets()  // tout, tlse
                                   .Attrs());        // the options, and `operands`

@@ -14,6 +14,13 @@ ffi::DataType LseType(ffi::DataType dtype) {
   return dtype == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32;
 }
 
+// What q and a bias may have.
+const DTypes& FloatingTypes() {
+  using enum ffi::DataType;
+  static const DTypes types = {F16, BF16, F32, F64};
+  return types;
+}
+
 ffi::Error CheckOption(bool ok, std::string_view name, std::string_view expected, double got) {
   if (ok) return ffi::Error::Success();
   return ffi::Error::InvalidArgument("jax_flash: option " + std::string(name) + " must be " +
@@ -98,7 +105,7 @@ ffi::Error ReadOptionalOperands(CallReader& call, std::string_view names, ffi::D
                                 AttentionParams* params) {
   using enum ffi::DataType;
   const ffi::DataType LSE = LseType(dtype);
-  const DTypes FLOATING = {F16, BF16, F32, F64};
+  const DTypes& FLOATING = FloatingTypes();
   const int64_t B = params->batch, N = params->num_heads, T = params->seqlen_q, S = params->seqlen_kv;
 #define OPERAND(type, name, operand_dtype, ...)                                            \
   params->name = {};                                                                       \
@@ -192,6 +199,40 @@ ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi:
   RETURN_IF_ERROR(TakeWorkspace(call, Pass::kForward, *params, &workspace));
   params->tile_counter = workspace.tile_counter.data;
   params->visible = VisibilityOf(workspace, params->mask);
+  return call.CheckAllTaken();
+}
+
+ffi::Error ReadTangent(ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary attributes,
+                       TangentParams* params) {
+  CallReader call(Platform::kCpu, args, results);
+  ffi::DataType Q;
+  std::string_view operands;
+  RETURN_IF_ERROR(ReadStart(call, attributes, &operands, &Q, params));
+  const auto [B, T, N, H] = std::array{params->batch, params->seqlen_q, params->num_heads, params->head_dim};
+  const auto [S, K, Hv] = std::array{params->seqlen_kv, params->num_kv_heads, params->head_dim_v};
+  const ffi::DataType LSE = LseType(Q);
+  RETURN_IF_ERROR(call.TakeArg("out", Q, {B, T, N, Hv}, &params->out));
+  RETURN_IF_ERROR(call.TakeArg("lse", LSE, {B, T, N}, &params->lse));
+
+  const Dims tout = call.PeekResultDims();
+  const int64_t D = tout.empty() ? 0 : tout[0];
+  if (D >= kMaxSize) {
+    return ffi::Error::InvalidArgument("jax_flash: the number of directions must be below 2^29, got " +
+                                       std::to_string(D) + ".");
+  }
+  params->num_directions = D;
+  const DTypes& FLOATING = FloatingTypes();
+#define TANGENT(type, name, dtype, ...)                                            \
+  params->name = {};                                                               \
+  if (TakeName(operands, #name)) {                                                 \
+    RETURN_IF_ERROR(call.TakeArg(#name, dtype, Dims(__VA_ARGS__), &params->name)); \
+  }
+#include "tangents.def"
+#undef TANGENT
+  RETURN_IF_ERROR(ReadOptionalOperands(call, operands, Q, params));
+
+  RETURN_IF_ERROR(call.TakeResult("tout", Q, {D, B, T, N, Hv}, &params->tout));
+  RETURN_IF_ERROR(call.TakeResult("tlse", LSE, {D, B, T, N}, &params->tlse));
   return call.CheckAllTaken();
 }
 

@@ -16,6 +16,10 @@ enum class Pass {
 ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary attributes,
                        Platform platform, ForwardParams* params);
 
+// On the CPU only.
+ffi::Error ReadTangent(ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary attributes,
+                       TangentParams* params);
+
 // `pass`: kBackward or kBackwardBias.
 ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary attributes,
                         Platform platform, Pass pass, BackwardParams* params);

@@ -4,6 +4,6 @@
 #include "xla/ffi/api/c_api.h"
 
 extern "C" {
-XLA_FFI_Handler JaxFlashForwardCpu, JaxFlashBackwardCpu, JaxFlashBackwardBiasCpu;
+XLA_FFI_Handler JaxFlashForwardCpu, JaxFlashBackwardCpu, JaxFlashBackwardBiasCpu, JaxFlashTangentCpu;
 XLA_FFI_Handler JaxFlashForwardCuda, JaxFlashBackwardCuda, JaxFlashBackwardBiasCuda;
 }

@@ -35,6 +35,19 @@ struct PairArray {
   JAX_FLASH_INLINE explicit operator bool() const { return data != nullptr; }
 };
 
+// The tangents of a PairArray, one for each direction.
+struct PairArrays {
+  PairArray first;
+  int64_t direction_bytes;  // from one direction to the next
+
+  JAX_FLASH_INLINE explicit operator bool() const { return first.data != nullptr; }
+  JAX_FLASH_INLINE PairArray operator[](int64_t direction) const {
+    PairArray array = first;
+    if (array) array.data = static_cast<const char*>(first.data) + direction * direction_bytes;
+    return array;
+  }
+};
+
 // Masks, segments and sums of dbias are processed in blocks of this many queries and keys.
 inline constexpr int64_t kVisibilityBlock = 64;
 
@@ -95,6 +108,25 @@ struct AttentionParams {
 struct ForwardParams : AttentionParams {
   void* out;  // [B, T, N, Hv]
   void* lse;  // [B, T, N], float32 (float64 for float64); -inf or the sink for a fully masked row
+};
+
+// The derivative of out and lse in D directions: each tensor below that has D holds one array for each of
+// them.
+struct TangentParams : AttentionParams {
+  int64_t num_directions;  // D
+  const void* out;         // [B, T, N, Hv]
+  const void* lse;         // [B, T, N], as the forward kernel wrote it
+
+  // The directions; null: zero. The caller adds what sinks contribute.
+#define TANGENT(type, name, ...) type name;
+#include "tangents.def"
+#undef TANGENT
+
+  void* tout;  // [D, B, T, N, Hv]
+  void* tlse;  // [D, B, T, N], lse's dtype
+
+  // Do the logits move, and not only the values?
+  JAX_FLASH_INLINE bool moves_logits() const { return tq || tk || tscale_factor || tbias || talibi_slopes; }
 };
 
 struct BackwardParams : AttentionParams {

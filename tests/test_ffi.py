@@ -204,6 +204,45 @@ def test_bad_call_for_the_gradient_of_a_bias(row, platform):
     assert_alive(platform)
 
 
+TANGENTS = {"tq": (3, 2, 4, 6, 8), "tk": (3, 2, 5, 3, 8), "tv": (3, 2, 5, 3, 16), "tbias": (3, 1, 6, 1, 5)}
+TANGENT_RESULTS = {"tout": (3, 2, 4, 6, 16), "tlse": (3, 2, 4, 6)}
+
+
+def call_tangent(*, operands: str = "tq,tk,tv,tbias", replace=None, drop=0, drop_results=0):
+    """Calls the target with zeros and three directions; `replace` changes shapes by name."""
+    shapes = SHAPES | TANGENTS | TANGENT_RESULTS | (replace or {})
+    names = ["q", "k", "v", "out", "lse", *TANGENTS]
+    args = [jnp.zeros(shapes[name], F32) for name in names[: len(names) - drop]]
+    results = [jax.ShapeDtypeStruct(shapes[name], F32) for name in TANGENT_RESULTS][: 2 - drop_results]
+    f = jax.ffi.ffi_call("jax_flash_tangent", results)
+    return jax.block_until_ready(jax.jit(lambda *args: f(*args, **OPTIONS | dict(operands=operands)))(*args))
+
+
+BAD_TANGENT = {
+    "a tangent of another shape": (dict(replace={"tk": (3, 2, 5, 6, 8)}), "tk must be float32 of shape"),
+    "a direction less": (dict(replace={"tv": (2, 2, 5, 3, 16)}), "tv must be float32 of shape"),
+    "a bias for one direction": (
+        dict(replace={"tbias": (1, 1, 6, 1, 5)}),
+        r"tbias must be broadcastable to \[3, 2, 6, 4, 5\]",
+    ),
+    "a bias without directions": (dict(replace={"tbias": (1, 6, 1, 5)}), "tbias must be broadcastable"),
+    "results of other directions": (dict(replace={"tlse": (2, 2, 4, 6)}), "tlse must be float32 of shape"),
+    "a tangent is missing": (dict(drop=1), "no argument for tbias"),
+    "a result is missing": (dict(drop_results=1), "no result for tlse"),
+    "an unknown tangent": (dict(operands="tq,tk,tv,tmask"), "unknown or misplaced name"),
+    "tangents in another order": (dict(operands="tk,tq,tv,tbias"), "tk must be float32 of shape"),
+}
+
+
+@pytest.mark.parametrize("row", BAD_TANGENT.values(), ids=BAD_TANGENT.keys())
+def test_bad_tangent_call(row):
+    changes, message = row
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        call_tangent(**changes)
+    for x in call_tangent():
+        np.testing.assert_array_equal(x, 0.0)
+
+
 def test_raw_call_is_what_the_function_does(platform):
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal(SHAPES[name]).astype(np.float32) for name in "qkv")
@@ -285,7 +324,8 @@ def test_more_than_the_cuda_kernels_do(target, cuda):
 
 
 def test_names_of_the_targets():
-    assert jax_flash.ffi_targets() == ("jax_flash_backward", "jax_flash_backward_bias", "jax_flash_forward")
+    names = ("jax_flash_backward", "jax_flash_backward_bias", "jax_flash_forward", "jax_flash_tangent")
+    assert jax_flash.ffi_targets() == names
 
 
 OTHER_WORKSPACES = {

@@ -27,6 +27,7 @@ using jax_flash::BackwardParams;
 using jax_flash::DType;
 using jax_flash::ForwardParams;
 using jax_flash::PairArray;
+using jax_flash::TangentParams;
 using jax_flash::cpu::InstructionSet;
 
 using Random = std::mt19937_64;
@@ -202,6 +203,19 @@ class Call {
     }
     dout_ = arrays_.Normal(p.dtype, b * t * n * p.head_dim_v);
     dlse_ = Chance(2) ? arrays_.Normal(stats_dtype(), b * t * n) : nullptr;
+
+    const int64_t d = tangent_.num_directions = 1 + random_() % 10;  // one or two work items
+    if (Chance(2)) tangent_.tq = arrays_.Normal(p.dtype, d * b * t * n * p.head_dim);
+    if (Chance(2)) tangent_.tk = arrays_.Normal(p.dtype, d * b * s * k * p.head_dim);
+    if (Chance(2)) tangent_.tv = arrays_.Normal(p.dtype, d * b * s * k * p.head_dim_v);
+    if (p.scale_factor) tangent_.tscale_factor = arrays_.Normal(stats_dtype(), d * b);
+    if (p.alibi_slopes) tangent_.talibi_slopes = arrays_.Normal(stats_dtype(), d * b * n);
+    if (p.bias) {
+      int64_t elements = 1;
+      for (int64_t size : bias_sizes_) elements *= size;
+      tangent_.tbias = {p.bias, elements * SizeOf(p.bias.dtype)};
+      tangent_.tbias.first.data = arrays_.Normal(p.bias.dtype, d * elements);
+    }
   }
 
   // Returns all results of the kernels; `fill` is their content before they are written.
@@ -210,13 +224,21 @@ class Call {
     const int64_t rows = p.batch * p.seqlen_q * p.num_heads, keys = p.batch * p.seqlen_kv * p.num_kv_heads;
     const int64_t size = SizeOf(p.dtype), stats_size = SizeOf(stats_dtype());
     Results results;
-    results.buffers.reserve(6);
+    results.buffers.reserve(8);
     ForwardParams forward = {};
     static_cast<AttentionParams&>(forward) = p;
     forward.out = results.Add(rows * p.head_dim_v * size, fill);
     forward.lse = results.Add(rows * stats_size, fill);
     Threads pool(threads);
     Check(jax_flash::cpu::Forward(forward, pool, set));
+
+    TangentParams tangent = tangent_;
+    static_cast<AttentionParams&>(tangent) = p;
+    tangent.out = forward.out;
+    tangent.lse = forward.lse;
+    tangent.tout = results.Add(tangent.num_directions * rows * p.head_dim_v * size, fill);
+    tangent.tlse = results.Add(tangent.num_directions * rows * stats_size, fill);
+    Check(jax_flash::cpu::Tangent(tangent, pool, set));
 
     BackwardParams backward = {};
     static_cast<AttentionParams&>(backward) = p;
@@ -256,6 +278,7 @@ class Call {
   Random random_;
   Arrays arrays_;
   AttentionParams params_;
+  TangentParams tangent_ = {};
   std::vector<int64_t> bias_sizes_;
   const void* dout_;
   const void* dlse_;
