@@ -34,6 +34,7 @@ def flash_attention(
     dropout_rng: ArrayLike | None = None,
     precision: jax.lax.PrecisionLike = None,
     deterministic: bool = False,
+    forward_mode: bool = False,
     return_residual: bool = False,
     implementation: Literal["xla"] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -44,9 +45,10 @@ def flash_attention(
     The forward pass stores the log-sum-exp of each row; the backward pass recomputes the probabilities from it.
 
     The arguments of :func:`jax.nn.dot_product_attention` keep their names and meanings. The function works under
-    `jit`, `grad` (reverse mode, first order), `vmap`, `scan`, `checkpoint`, `shard_map` and sharded `jit`, which
-    partitions it over batch and heads. The documentation's page on semantics has the rules: the formula, fully
-    masked rows, NaN, precision, determinism, memory, sharding, and the names of the residuals for `checkpoint`.
+    `jit`, `grad` (twice, and in forward mode with `forward_mode`), `vmap`, `scan`, `checkpoint`, `shard_map` and
+    sharded `jit`, which partitions it over batch and heads. The documentation's page on semantics has the rules: the
+    formula, fully masked rows, NaN, precision, determinism, memory, sharding, and the names of the residuals for
+    `checkpoint`.
 
     Shapes use these letters: B batch, T query length, S key length, N query heads, K key heads, H head dim, Hv head
     dim of the values. N is a multiple of K, and query head n reads key head n // (N // K): grouped-query attention,
@@ -87,6 +89,8 @@ def flash_attention(
         counts. None: `jax.default_matmul_precision`. Other fused kernels ignore it; "xla" passes it on.
       deterministic: whether the backward pass gives the same bits on every run, on a GPU at some cost in speed.
         (The forward pass and the CPU kernel always do.)
+      forward_mode: whether JAX may differentiate the call in forward mode, too (`jvp`, `linearize`, `jacfwd`, `grad` of
+        a `jvp`). Reverse mode, and forward mode of the gradient, work without it and run the same kernels with it.
       return_residual: whether to return the log-sum-exp of each row's logits, too. (In `jax.nn` it has query's dtype
         and no gradient.)
       implementation: None: the fused kernel of the platform; "xla": plain XLA operations on any platform, which
@@ -100,7 +104,7 @@ def flash_attention(
     Raises:
       TypeError: an argument has the wrong type or dtype, or a static option is traced.
       ValueError: an argument has the wrong rank, shape or value.
-      NotImplementedError: the fused kernels do not support this call, and `implementation="xla"` does: second
+      NotImplementedError: the fused kernels do not support this call, and `implementation="xla"` does: third
         derivatives, platforms and GPUs that this build has no kernels for and, on a GPU, float64, head dims over 256,
         and, if a block has 99 KB of shared memory, float32 gradients of head dims over 128. What depends on the
         platform is raised while the call is lowered.
@@ -127,6 +131,7 @@ def flash_attention(
         precision=precision,
         deterministic=deterministic,
     )
+    forward_mode = static_bool("forward_mode", forward_mode)
     return_residual = static_bool("return_residual", return_residual)
 
     query_seq_lengths = _checks.check_lengths("query_seq_lengths", query_seq_lengths, batch)
@@ -159,8 +164,7 @@ def flash_attention(
         out, lse = _reference.attention(query, key, value, operands, options)
     else:
         arrays = _sharding.with_matching_types(query, key, value, operands)
-        attention = _fused.attention if return_residual else _fused.attention_without_lse
-        out, lse = attention(*arrays, options)
+        out, lse = _fused.attention(*arrays, options, forward_mode=forward_mode, with_lse=return_residual)
     results = (out, lse) if return_residual else out
     return results if is_batched else jax.tree.map(lambda x: x[0], results)
 

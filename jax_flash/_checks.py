@@ -198,8 +198,10 @@ def check_cuda(dtype: np.dtype, head_dim: int, *, is_gradient: bool) -> None:
                 )
 
 
-def refuse_second_derivative() -> None:
-    raise NotImplementedError(f"The gradient of the fused kernels cannot be differentiated again. {_USE_XLA}")
+def refuse_third_derivative() -> None:
+    raise NotImplementedError(
+        f"The fused kernels have first and second derivatives, but not third. {_USE_XLA}"
+    )
 
 
 def refuse_platform(platforms: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The optional operands of the attention op, in the order in which the kernels take them."""
+"""The arrays of the attention op by name: operands, in the order in which the kernels take them, and derivatives."""
 
 from __future__ import annotations
 
@@ -37,3 +37,39 @@ OPERANDS = (
 
 # The backward kernels do not take these.
 PART_OF_LSE = ("sinks",)
+
+DIFFERENTIABLE = ("q", "k", "v", *(operand.name for operand in OPERANDS if operand.is_differentiable))
+
+# Derivatives are named after what they are derivatives of. A cotangent is "d" and the name, a tangent "t" and the name;
+# "u" is a second direction, and "tu" the derivative in direction u of a tangent.
+DIRECTIONS = ("t", "u", "tu")
+TANGENTS = tuple(f"{direction}{name}" for direction in DIRECTIONS for name in DIFFERENTIABLE)
+
+
+def is_directed(name: str) -> bool:
+    """Whether an array has an axis of directions D before its batch axes: several tangents beside one primal."""
+    return name in _DIRECTED
+
+
+_DIRECTED = {
+    *TANGENTS,
+    *(f"{direction}{name}" for direction in DIRECTIONS for name in ("out", "lse")),
+    *(f"t{cotangent}" for cotangent in ("dq", "dk", "dv", "dbias", "dout", "dlse")),
+}
+
+# The axes of each array after those of directions and batch: t query rows, s keys, n query heads, k key heads, d head
+# dim, e head dim of the values, w words of a seed.
+AXES = {
+    "q": "tnd",
+    "k": "skd",
+    "v": "ske",
+    "out": "tne",
+    "lse": "tn",
+    "dq": "tnd",
+    "dk": "skd",
+    "dv": "ske",
+    "dout": "tne",
+    "dlse": "tn",
+    "dbias": "nts",
+} | {operand.name: operand.axes for operand in OPERANDS}
+AXES |= {f"{direction}{name}": axes for direction in DIRECTIONS for name, axes in AXES.items()}

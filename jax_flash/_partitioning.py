@@ -62,6 +62,13 @@ def register_lowering(primitive: Primitive, call: Callable) -> None:
         _needs_devices.add(primitive)
 
 
+def register_program(primitive: Primitive, program: Callable) -> None:
+    """Lowers `primitive` by `program(*args, **params)`, which may bind primitives of `register_lowering`."""
+    mlir.register_lowering(primitive, mlir.lower_fun(program))
+    if _needs_devices is not None:
+        _needs_devices.add(primitive)
+
+
 # Partly manual meshes
 
 

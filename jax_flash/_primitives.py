@@ -1,8 +1,12 @@
-"""The forward and the backward passes as JAX primitives: shapes, batching, partitioning, lowering.
+"""The passes over the score matrix as JAX primitives: shapes, partitioning, lowering.
 
-Each pass is two primitives. The outer one appears in jaxprs. Its arrays may have any number of leading batch axes, so
-`vmap` only adds one; its lowering partitions the call over the batch axes and the heads. The inner one calls the kernel
-on one device; its lowering folds the batch axes into one.
+Each pass is two primitives. The arrays of the outer one may have any number of batch axes; its lowering partitions the
+call over them and over the heads. The inner one calls the kernel on one device; its lowering folds the batch axes into
+one. Where a platform has no kernel for a pass, the inner one is plain JAX (`_blocked`).
+
+Tangents have an axis of directions D before the batch axes: [D, B, T, N, H] beside a primal [B, T, N, H]. Each
+direction is then an array like the primal, and a kernel computes scores and probabilities once for all of them.
+`is_directed` says which arrays have it, by name.
 """
 
 from __future__ import annotations
@@ -19,32 +23,30 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import _checks, _ffi, _partitioning, _workspace
-from ._operands import OPERANDS, PART_OF_LSE
+from . import _blocked, _checks, _ffi, _partitioning, _workspace
+from ._operands import AXES, DIRECTIONS, OPERANDS, PART_OF_LSE, TANGENTS, is_directed
 from ._options import AttentionOptions
 
 _T = TypeVar("_T")
 
-# The axes of each array after the batch axes: t query rows, s keys, n query heads, k key heads, d head dim, e head dim
-# of the values, w words of a seed.
-_AXES = {
-    "q": "tnd",
-    "k": "skd",
-    "v": "ske",
-    "out": "tne",
-    "lse": "tn",
-    "dq": "tnd",
-    "dk": "skd",
-    "dv": "ske",
-    "dout": "tne",
-    "dlse": "tn",
-    "dbias": "nts",
-} | {operand.name: operand.axes for operand in OPERANDS}
 # Any axis of these, batch axes included, may have size 1 and is then broadcast.
-_BROADCASTABLE = ("dbias", *(operand.name for operand in OPERANDS if operand.is_broadcastable))
+_BROADCASTABLE = tuple(
+    f"{direction}{name}"
+    for direction in ("", *DIRECTIONS)
+    for name in ("dbias", *(operand.name for operand in OPERANDS if operand.is_broadcastable))
+)
+# The arrays that a call may have beside its inputs, in the order in which the kernels take them.
+_OPTIONAL = ("dlse", "tdout", "tdlse", *TANGENTS, *(operand.name for operand in OPERANDS))
+
+
+def is_broadcastable(name: str) -> bool:
+    return name in _BROADCASTABLE
+
+
+_PART_OF_LSE = tuple(f"{direction}{name}" for direction in ("", *DIRECTIONS) for name in PART_OF_LSE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,12 @@ class _Pass:
 _FORWARD = _Pass("jax_flash_forward", ("q", "k", "v"), ("out", "lse"))
 _BACKWARD = _Pass("jax_flash_backward", ("q", "k", "v", "out", "lse", "dout"), ("dq", "dk", "dv"))
 _BACKWARD_BIAS = _Pass("jax_flash_backward_bias", _BACKWARD.inputs, ("dbias",))
+_TANGENT = _Pass("jax_flash_tangent", ("q", "k", "v", "out", "lse"), ("tout", "tlse"))
+_SECOND_TANGENT = _Pass("jax_flash_second_tangent", (*_TANGENT.inputs, "tlse", "ulse"), ("tuout", "tulse"))
+_BACKWARD_TANGENT = _Pass(
+    "jax_flash_backward_tangent", (*_BACKWARD.inputs, "tout", "tlse"), ("tdq", "tdk", "tdv")
+)
+_BACKWARD_BIAS_TANGENT = _Pass("jax_flash_backward_bias_tangent", _BACKWARD_TANGENT.inputs, ("tdbias",))
 
 
 def forward(
@@ -78,9 +86,7 @@ def forward(
     Returns:
       out [B, T, N, Hv] in q's dtype, lse [B, T, N] in float32 (float64 for float64).
     """
-    names = tuple(operand.name for operand in OPERANDS if operand.name in operands)
-    arrays = (q, k, v, *(operands[name] for name in names))
-    return tuple(_forward_p.bind(*arrays, operands=names, options=options))
+    return tuple(_bind(_FORWARD, _forward_p, {"q": q, "k": k, "v": v} | operands, options))
 
 
 def backward(
@@ -99,7 +105,8 @@ def backward(
     dq and dk are not multiplied by scale_factor, so that the sum of q dq is the gradient of scale_factor even where
     that is 0. The kernels do not take operands that are PART_OF_LSE.
     """
-    return tuple(_bind_backward(_backward_p, q, k, v, out, lse, dout, dlse, operands, options))
+    arrays = _arrays_of_backward(q, k, v, out, lse, dout, dlse, operands)
+    return tuple(_bind(_BACKWARD, _backward_p, arrays, options))
 
 
 def backward_bias(
@@ -121,21 +128,78 @@ def backward_bias(
       In lse's dtype. For a bias with both T and S: [B or 1, N or 1, T, S], with 1 where the bias has 1. Otherwise
       [B, N, T or blocks(T), S or blocks(S)], with blocks where the bias has 1. alibi_slopes have neither T nor S.
     """
-    return _bind_backward(_backward_bias_p, q, k, v, out, lse, dout, dlse, operands, options)[0]
+    arrays = _arrays_of_backward(q, k, v, out, lse, dout, dlse, operands)
+    return _bind(_BACKWARD_BIAS, _backward_bias_p, arrays, options)[0]
 
 
-def _bind_backward(primitive, q, k, v, out, lse, dout, dlse, operands, options):
-    operands = operands if dlse is None else {"dlse": dlse, **operands}
-    known = ("dlse", *(operand.name for operand in OPERANDS))
-    names = tuple(name for name in known if name in operands and name not in PART_OF_LSE)
-    arrays = (q, k, v, out, lse, dout, *(operands[name] for name in names))
-    return primitive.bind(*arrays, operands=names, options=options)
+def tangent(arrays: dict[str, jax.Array], options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
+    """Computes tout and tlse, the derivatives of the results of `forward` in some directions.
+
+    Args:
+      arrays: q, k, v, operands, out and lse of `forward`; and the tangents [D, ...] of those inputs that have one,
+        under the names "tq", "tk", "tv", "tscale_factor", "tbias", "talibi_slopes". Those of sinks are the caller's.
+      options: the static options.
+
+    Returns:
+      tout [D, B, T, N, Hv], tlse [D, B, T, N]; 0 in a fully masked row.
+    """
+    return tuple(_bind(_TANGENT, _tangent_p, arrays, options))
+
+
+def second_tangent(arrays: dict[str, jax.Array], options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
+    """Computes tuout and tulse, the derivatives in directions u of the results of `tangent` in directions t.
+
+    Args:
+      arrays: those of `tangent`, and tlse; ulse and the tangents "uq", ... of u; the derivatives "tuq", ... of t.
+      options: the static options.
+    """
+    return tuple(_bind(_SECOND_TANGENT, _second_tangent_p, arrays, options))
+
+
+def backward_tangent(
+    arrays: dict[str, jax.Array], options: AttentionOptions
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes tdq, tdk and tdv, the derivatives of the results of `backward` in some directions.
+
+    Args:
+      arrays: the arguments of `backward`; those of `tangent`, its results tout and tlse; and tdout and tdlse, the
+        tangents of the cotangents, if they have one.
+      options: the static options.
+
+    Returns:
+      The derivatives [D, ...]. Like dq and dk, tdq and tdk are of dq and dk without scale_factor.
+    """
+    return tuple(_bind(_BACKWARD_TANGENT, _backward_tangent_p, arrays, options))
+
+
+def backward_bias_tangent(arrays: dict[str, jax.Array], options: AttentionOptions) -> jax.Array:
+    """Computes sums of the derivative of the gradient of the bias, like `backward_bias`.
+
+    The arguments are those of `backward_tangent`.
+
+    Returns:
+      In lse's dtype. For a bias with both T and S: [D, B or 1, N or 1, T, S], with 1 where the bias has 1. Otherwise
+      [D, B, N, T or 1, S or 1].
+    """
+    return _bind(_BACKWARD_BIAS_TANGENT, _backward_bias_tangent_p, arrays, options)[0]
+
+
+def _arrays_of_backward(q, k, v, out, lse, dout, dlse, operands):
+    arrays = dict(q=q, k=k, v=v, out=out, lse=lse, dout=dout)
+    return arrays | ({} if dlse is None else {"dlse": dlse}) | operands
+
+
+def _bind(call: _Pass, primitive: Primitive, arrays: dict[str, jax.Array], options: AttentionOptions):
+    unknown = () if call is _FORWARD else _PART_OF_LSE
+    operands = tuple(name for name in _OPTIONAL if name in arrays and name not in (*unknown, *call.inputs))
+    args = (arrays[name] for name in (*call.inputs, *operands))
+    return primitive.bind(*args, operands=operands, options=options)
 
 
 # Shapes
 
 
-def _forward_avals(q, k, v, *_, **params):
+def forward_avals(q, k, v, *_, **params):
     spec = q.sharding.spec  # all None except under explicit sharding
     lse_dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     # `update` keeps the rest of the type, such as the mesh axes that the array varies over in shard_map.
@@ -178,28 +242,40 @@ def _backward_bias_avals(*args, operands, **params):
     )
 
 
-# Batching
+def with_directions(x, directions, **changes):
+    """The type of an array like x with an axis of directions."""
+    x = x.update(**changes) if changes else x
+    return x.update(
+        shape=(directions, *x.shape),
+        weak_type=False,
+        sharding=x.sharding.update(spec=PartitionSpec(None, *x.sharding.spec)),
+    )
 
 
-def _batch(call: _Pass, primitive: Primitive, args, dims, **params):
-    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
-
-    def with_batch_axis(name, x, dim):
-        if dim is not None:
-            return jnp.moveaxis(x, dim, 0)
-        return jnp.broadcast_to(x, (1 if name in _BROADCASTABLE else size, *x.shape))
-
-    named = call.by_name(args, params["operands"])
-    args = [with_batch_axis(*named_arg, dim) for named_arg, dim in zip(named.items(), dims, strict=True)]
-    results = primitive.bind(*args, **params)
-    return results, [0] * len(results)
+def _tangent_avals(call, *args, operands, **params):
+    named = call.by_name(args, operands)
+    directions = next(x.shape[0] for name, x in named.items() if is_directed(name))
+    return tuple(with_directions(named[name], directions) for name in ("out", "lse"))
 
 
-# Differentiation
+def _backward_tangent_avals(*args, operands, **params):
+    named = _BACKWARD_TANGENT.by_name(args, operands)
+    return tuple(with_directions(named[name], named["tlse"].shape[0]) for name in "qkv")
 
 
-def _differentiate(primals, tangents, **params):
-    _checks.refuse_second_derivative()  # the first derivative is custom_vjp's and does not come here
+def _backward_bias_tangent_avals(*args, operands, **params):
+    named = _BACKWARD_BIAS_TANGENT.by_name(args, operands)
+    q, lse, bias = named["q"], named["lse"], named.get("bias")
+    *batch, seqlen_q, num_heads, _ = q.shape
+    spec = q.sharding.spec
+    sizes, specs = [*batch, num_heads, seqlen_q, named["k"].shape[-3]], [*spec[:-3], spec[-2], None, None]
+    has_pairs = bias is not None and bias.shape[-2:] == tuple(sizes[-2:])
+    for axis in (-4, -3) if has_pairs else (-2, -1):
+        if bias is None or bias.shape[axis] == 1:
+            sizes[axis], specs[axis] = 1, None
+    sharding = q.sharding.update(spec=PartitionSpec(*specs))
+    changes = dict(shape=tuple(sizes), dtype=lse.dtype, weak_type=False, sharding=sharding)
+    return (with_directions(q.update(**changes), named["tlse"].shape[0]),)
 
 
 # Partitioning
@@ -208,7 +284,7 @@ def _differentiate(primals, tangents, **params):
 def _call_on_shards(call: _Pass, inner: Primitive, whole_mesh: Mesh | None, *args: jax.Array, **params):
     """Calls `inner` on each device, for the device's part of the batch and of the heads."""
     local_call = functools.partial(inner.bind, **params)
-    batch_shape = args[0].shape[: -len(_AXES["q"])]
+    batch_shape = args[0].shape[: -len(AXES["q"])]
     wanted_shapes = [x.shape for x in jax.eval_shape(local_call, *args)]
     named_args = {
         name: _expand_mixed_batch_axes(name, x, batch_shape)
@@ -219,8 +295,8 @@ def _call_on_shards(call: _Pass, inner: Primitive, whole_mesh: Mesh | None, *arg
     results = local_call(*named_args.values())
     # Where the bias was expanded, the last batch axis of dbias was too: it is summed over.
     return [
-        x if x.shape == shape else jnp.sum(x, len(batch_shape) - 1, keepdims=True)
-        for x, shape in zip(results, wanted_shapes, strict=True)
+        x if x.shape == shape else jnp.sum(x, _first_batch_axis(name) + len(batch_shape) - 1, keepdims=True)
+        for name, x, shape in zip(call.results, results, wanted_shapes, strict=True)
     ]
 
 
@@ -228,8 +304,14 @@ def _expand_mixed_batch_axes(name: str, x: jax.Array, batch_shape: tuple[int, ..
     """Expands the batch axes of a broadcastable array if only some have size 1, so that they fold into one."""
     if name not in _BROADCASTABLE:
         return x
-    own, rest = x.shape[: len(batch_shape)], x.shape[len(batch_shape) :]
-    return x if math.prod(own) == 1 else jnp.broadcast_to(x, (*batch_shape, *rest))
+    first = _first_batch_axis(name)
+    end = first + len(batch_shape)
+    before, own, rest = x.shape[:first], x.shape[first:end], x.shape[end:]
+    return x if math.prod(own) == 1 else jnp.broadcast_to(x, (*before, *batch_shape, *rest))
+
+
+def _first_batch_axis(name: str) -> int:
+    return 1 if is_directed(name) else 0
 
 
 def _partitioned(
@@ -248,22 +330,22 @@ def _partitioned(
             heads = None  # a group of query heads and its key head stay on one device
 
         def sharding(name: str, shape: tuple[int, ...]) -> NamedSharding:
-            spec = [*batch, *(heads if axis in "nk" else None for axis in _AXES[name])]
+            spec = [None] * _first_batch_axis(name)
+            spec += [*batch, *(heads if axis in "nk" else None for axis in AXES[name])]
             if name in _BROADCASTABLE:
                 spec = [None if size == 1 else axes for size, axes in zip(shape, spec, strict=True)]
             return NamedSharding(mesh, PartitionSpec(*spec))
 
         def call_and_sum(*args):
             results = local_call(*args)
-            if call is not _BACKWARD_BIAS:
+            if call not in (_BACKWARD_BIAS, _BACKWARD_BIAS_TANGENT):
                 return results
             # The kernel sums over its own batch elements and heads; psum adds those of the other devices.
-            last_batch_axis = len(batch_shape) - 1
+            last_batch_axis = _first_batch_axis(call.results[0]) + len(batch_shape) - 1
             sizes = result_shapes[0][1][last_batch_axis : last_batch_axis + 2]
             parts = zip(sizes, (batch[-1], heads), strict=True)
             axes = [axis for size, axes in parts if size == 1 and axes for axis in _as_tuple(axes)]
-            # Under explicit sharding JAX would put shardings into the reduction, which XLA cannot compile.
-            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            with _no_mesh():
                 return [jax.lax.psum(x, axes) if axes else x for x in results]
 
         result_shardings = [sharding(*named) for named in result_shapes]
@@ -273,13 +355,15 @@ def _partitioned(
     def factors(name: str, shape: tuple[int, ...]) -> list[str]:
         """Names the axes of an array for the sharding rule, in which equal names are sharded alike."""
         # Query and key heads are one factor where they correspond one to one.
-        axes = _AXES[name].replace("k", "n") if num_heads == num_kv_heads else _AXES[name]
+        axes = AXES[name].replace("k", "n") if num_heads == num_kv_heads else AXES[name]
         axes = [*(f"b{i}" for i in range(len(batch_shape))), *axes]
+        directions = ["directions"] * _first_batch_axis(name)
         if name not in _BROADCASTABLE:
-            return axes
+            return directions + axes
         # An axis that is broadcast, or in blocks, has a factor of its own.
         sizes = (*batch_shape, num_heads, seqlen_q, seqlen_kv)
-        return [
+        shape = shape[len(directions) :]
+        return directions + [
             axis if size == full else f"x{name}{i}"
             for i, (axis, size, full) in enumerate(zip(axes, shape, sizes, strict=True))
         ]
@@ -293,6 +377,11 @@ def _partitioned(
         need_replication_factors=tuple(x for x in in_order if x[0] not in "bnk"),  # in order of appearance
     )
     return partitioned
+
+
+def _no_mesh():
+    """A context for the code of one device: under explicit sharding JAX would put shardings into it."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def _num_parts(mesh, axes) -> int:
@@ -393,8 +482,9 @@ def _lower_ffi(
 
 def _fold(aval, name: str) -> jax.core.ShapedArray:
     """The type of an array with its batch axes folded into one."""
-    split = len(aval.shape) - len(_AXES[name])
-    return jax.core.ShapedArray((math.prod(aval.shape[:split]), *aval.shape[split:]), aval.dtype)
+    first, end = _first_batch_axis(name), len(aval.shape) - len(AXES[name])
+    shape = aval.shape
+    return jax.core.ShapedArray((*shape[:first], math.prod(shape[first:end]), *shape[end:]), aval.dtype)
 
 
 def _reshape(ctx, x: ir.Value, old, new) -> ir.Value:
@@ -406,6 +496,25 @@ def _reshape(ctx, x: ir.Value, old, new) -> ir.Value:
     return lower(ctx.replace(avals_in=[old], avals_out=[new]), x)[0]
 
 
+def _lower_blocked(compute: Callable, call: _Pass, ctx, *args, operands, options):
+    """Lowers a pass without a kernel to `compute` of `_blocked`."""
+
+    def on_one_device(*args):
+        if any(math.prod(x.shape) == 0 for x in args):
+            return [jnp.zeros(x.shape, x.dtype) for x in ctx.avals_out]
+        named = call.by_name(args, operands)
+        folded = {name: x.reshape(_fold(x, name).shape) for name, x in named.items()}
+        with _no_mesh():
+            results = zip(compute(folded, options), ctx.avals_out, strict=True)
+        return [x.reshape(aval.shape) for x, aval in results]
+
+    # The rest of the types, such as the mesh axes that an array varies over, is not wanted here.
+    types = [
+        [jax.core.ShapedArray(x.shape, x.dtype) for x in avals] for avals in (ctx.avals_in, ctx.avals_out)
+    ]
+    return mlir.lower_fun(on_one_device)(ctx.replace(avals_in=types[0], avals_out=types[1]), *args)
+
+
 def _lower_elsewhere(ctx, *args, **params):
     _checks.refuse_platform(ctx.platforms or ctx.module_context.platforms)
 
@@ -413,7 +522,8 @@ def _lower_elsewhere(ctx, *args, **params):
 # Definition
 
 
-def _define(name: str, abstract_eval: Callable) -> Primitive:
+def define(name: str, abstract_eval: Callable) -> Primitive:
+    """A primitive with several results that runs by itself as a program of its own."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(abstract_eval)
@@ -430,19 +540,42 @@ def _define(name: str, abstract_eval: Callable) -> Primitive:
     return primitive
 
 
-def _define_pass(call: _Pass, abstract_eval: Callable) -> Primitive:
-    inner = _define(f"{call.target}_call", abstract_eval)
+def _define_pass(call: _Pass, abstract_eval: Callable, **lowerings: Callable) -> Primitive:
+    inner = define(f"{call.target}_call", abstract_eval)
     mlir.register_lowering(inner, _lower_elsewhere)
-    mlir.register_lowering(inner, functools.partial(_lower_cpu, call), platform="cpu")
-    mlir.register_lowering(inner, functools.partial(_lower_cuda, call), platform="cuda")
+    for platform, lower in lowerings.items():
+        mlir.register_lowering(inner, functools.partial(lower, call), platform=platform)
 
-    outer = _define(call.target, abstract_eval)
-    batching.primitive_batchers[outer] = functools.partial(_batch, call, outer)
-    ad.primitive_jvps[outer] = _differentiate
+    outer = define(f"{call.target}_pass", abstract_eval)
     _partitioning.register_lowering(outer, functools.partial(_call_on_shards, call, inner))
     return outer
 
 
-_forward_p = _define_pass(_FORWARD, _forward_avals)
-_backward_p = _define_pass(_BACKWARD, _backward_avals)
-_backward_bias_p = _define_pass(_BACKWARD_BIAS, _backward_bias_avals)
+_KERNELS = dict(cpu=_lower_cpu, cuda=_lower_cuda)
+
+
+def _without_kernels(compute: Callable) -> dict[str, Callable]:
+    return dict.fromkeys(_KERNELS, functools.partial(_lower_blocked, compute))
+
+
+_forward_p = _define_pass(_FORWARD, forward_avals, **_KERNELS)
+_backward_p = _define_pass(_BACKWARD, _backward_avals, **_KERNELS)
+_backward_bias_p = _define_pass(_BACKWARD_BIAS, _backward_bias_avals, **_KERNELS)
+_tangent_p = _define_pass(
+    _TANGENT,
+    functools.partial(_tangent_avals, _TANGENT),
+    **(_without_kernels(_blocked.tangent) | dict(cpu=_lower_cpu)),
+)
+_second_tangent_p = _define_pass(
+    _SECOND_TANGENT,
+    functools.partial(_tangent_avals, _SECOND_TANGENT),
+    **_without_kernels(_blocked.second_tangent),
+)
+_backward_tangent_p = _define_pass(
+    _BACKWARD_TANGENT, _backward_tangent_avals, **_without_kernels(_blocked.backward_tangent)
+)
+_backward_bias_tangent_p = _define_pass(
+    _BACKWARD_BIAS_TANGENT,
+    _backward_bias_tangent_avals,
+    **_without_kernels(_blocked.backward_bias_tangent),
+)

@@ -34,9 +34,10 @@ def per_head(x: jax.Array, query: jax.Array) -> jax.Array:
 
 
 def with_batch_like(x: jax.Array, other: jax.Array) -> jax.Array:
-    """Shards x [B] like other [B, ...]."""
+    """Shards x [..., B] like other [..., B, T, N, H]; either may have more axes in front."""
     if _explicit_spec(x) or _explicit_spec(other):
-        return _reshard(x, other, jax.typeof(other).sharding.spec[0])
+        batch_spec = (*(None,) * x.ndim, *jax.typeof(other).sharding.spec[:-3])
+        return _reshard(x, other, *batch_spec[-x.ndim :])
     return x
 
 

@@ -37,6 +37,7 @@ def attention_fn(
     qk_attn_weights_einsum: Any = None,
     attn_weights_value_einsum: Any = None,
     input_positions: jax.Array | None = None,
+    forward_mode: bool = False,
 ) -> jax.Array:
     """The `attention_fn` of `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`.
 
@@ -75,6 +76,7 @@ def attention_fn(
       qk_attn_weights_einsum: not supported.
       attn_weights_value_einsum: not supported.
       input_positions: not supported.
+      forward_mode: as in `flash_attention`; `functools.partial(attention_fn, forward_mode=True)` gives it to a layer.
 
     Returns:
       [..., T, N, Hv].
@@ -130,6 +132,7 @@ def attention_fn(
         dropout_rate=dropout_rate,
         dropout_rng=dropout_rng,
         precision=precision,
+        forward_mode=forward_mode,
     )
     return out.reshape(*batch, seqlen_q, num_heads, out.shape[-1])
 

@@ -159,6 +159,7 @@ class RandomCase:
     is_jitted: bool
     views: dict[str, View]
     poison: bool  # NaN wherever nothing may be read
+    forward_mode: bool  # the tangent is computed, too
 
     def __str__(self) -> str:
         c = self.case
@@ -176,6 +177,7 @@ class RandomCase:
         parts += ["the scale is an array"] * self.scale_is_array
         parts += [f"jax.checkpoint, {self.checkpoint}"] * bool(self.checkpoint)
         parts += ["without jit"] * (not self.is_jitted) + ["with x64"] * self.x64 + ["poisoned"] * self.poison
+        parts += ["with forward mode"] * self.forward_mode
         parts += [f"{name} is {view.kind} along axis {view.axis}" for name, view in self.views.items()]
         return "\n".join(parts)
 
@@ -187,7 +189,7 @@ class RandomCase:
     @property
     def static(self) -> dict[str, Any]:
         """The options that are static under jit."""
-        return self.case.static | self.more
+        return self.case.static | self.more | {"forward_mode": self.forward_mode}
 
     def mapped(self, name: str) -> tuple[bool, ...]:
         """For each loop, whether it maps an axis of the argument."""
@@ -427,6 +429,7 @@ def draw(seed: int, platform: str) -> RandomCase:
         is_jitted=dice.chance(0.9),
         views=views,
         poison=dice.chance(0.4),
+        forward_mode=dice.chance(0.5),
     )
 
 

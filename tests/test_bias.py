@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
-from jax_flash import _primitives
+from jax_flash import _derivatives, _primitives
 
 attention = functools.partial(jax_flash.flash_attention, precision="highest")
 T, S = 37, 43
@@ -127,8 +127,9 @@ def test_an_eager_gradient_is_one_program(monkeypatch):
     def fail(*args, **params):
         raise AssertionError("A pass ran by itself.")
 
-    for primitive in (_primitives._forward_p, _primitives._backward_p, _primitives._backward_bias_p):
-        monkeypatch.setattr(primitive, "impl", fail)
+    for module in (_primitives, _derivatives):
+        for primitive in (module._forward_p, module._backward_p, module._backward_bias_p):
+            monkeypatch.setattr(primitive, "impl", fail)
     jax.grad(loss)(*arrays(), bias_of("1N1S"))
 
 

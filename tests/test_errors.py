@@ -109,6 +109,7 @@ CALLS = {
     "precision unknown": (dict(precision="exact"), ValueError, "precision", "highest", "'exact'"),
     "precision is a number": (dict(precision=3.5), TypeError, "precision", "Precision", "3.5"),
     "deterministic is an int": (dict(deterministic=0), TypeError, "deterministic", "bool", "0"),
+    "forward_mode is an int": (dict(forward_mode=1), TypeError, "forward_mode", "bool", "1"),
     "return_residual is a string": (dict(return_residual="y"), TypeError, "return_residual", "bool", "'y'"),
     "implementation cudnn": (dict(implementation="cudnn"), ValueError, "implementation", '"xla"', "'cudnn'"),
     "implementation is a bool": (dict(implementation=True), TypeError, "implementation", "str", "True"),
@@ -214,6 +215,7 @@ TRACED = {
     "local_window_size": 3,
     "logits_soft_cap": 2.0,
     "deterministic": True,
+    "forward_mode": True,
     "return_residual": True,
     "dropout_rate": 0.5,
 }

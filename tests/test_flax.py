@@ -515,6 +515,13 @@ def test_names_every_parameter_that_flax_may_pass(fn):
     assert needed <= ours.keys()
 
 
+def test_forward_mode_reaches_the_kernels():
+    layer = nnx_layer(functools.partial(attention_fn, forward_mode=True))
+    plain = nnx_layer(nnx.dot_product_attention)
+    got, want = (jax.jvp(f, (X,), (X,)) for f in (layer, plain))
+    assert_trees_close(got, want)
+
+
 def test_refuses_to_record_the_weights():
     """sow_weights needs the probabilities, which are never materialized."""
     with pytest.raises(NotImplementedError, match=r"module|sow"):

@@ -37,6 +37,7 @@ OTHERWISE = {
     "dropout_rng": "test_dropout.py::test_the_key_decides",
     "precision": "test_precision_changes_float32_products",
     "deterministic": "test_deterministic_chooses_another_backward",
+    "forward_mode": "test_forward_mode_allows_jvp",
     "return_residual": "test_return_residual_gives_lse_too",
     "implementation": "test_implementation_chooses_what_runs",
 }
@@ -180,6 +181,18 @@ def test_return_residual_gives_lse_too(platform):
     out, lse = jax_flash.flash_attention(*qkv(), return_residual=True)
     assert lse.shape == (2, 12, 2)
     np.testing.assert_array_equal(out, jax_flash.flash_attention(*qkv()))
+
+
+def test_forward_mode_allows_jvp(platform):
+    def jvp(**options):
+        return jax.jvp(lambda *args: jax_flash.flash_attention(*args, **options), qkv(), qkv())
+
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jvp()
+    with jax.default_matmul_precision("highest"):
+        got, want = jvp(forward_mode=True), jvp(implementation="xla")
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_implementation_chooses_what_runs():

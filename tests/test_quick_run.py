@@ -25,6 +25,7 @@ OF_CASES = {
 # Options that no case has.
 OTHERWISE = {
     "precision": "one of harness.KINDS has each",
+    "forward_mode": "test_derivatives.py, and half of the random cases",
     "return_residual": "all tests of the table return lse, and test_forward.py has one without",
     "implementation": "test_reference.py",
 }
@@ -33,6 +34,9 @@ TRANSFORMS = {
     "grad": "test_transforms.py::test_value_and_grad",
     "vmap": "test_transforms.py::test_vmap_over_operands",
     "vmap of grad, grad of vmap": "test_transforms.py::test_vmap_of_grad_and_grad_of_vmap",
+    "jvp": "test_derivatives.py::test_tangent_is_close_to_exact",
+    "second derivatives": "test_derivatives.py::test_second_order_is_close_to_exact",
+    "vmap of jvp": "test_derivatives.py::test_vmap_of_jvp_of_vmap",
     "scan": "test_transforms.py::test_scan_over_layers",
     "checkpoint": "test_transforms.py::test_checkpoint",
     "shard_map": "test_transforms.py::test_shard_map",

@@ -1,4 +1,4 @@
-"""Random cases that combine all options and transformations, against the exact result.
+"""Random cases that combine all options, transformations and derivatives, against the exact result.
 
     python -m pytest tests/test_random.py --random-cases 10000 --random-start 5000 -n 8
     python -m pytest tests/test_random.py --random-seed 123    # one of them again
@@ -10,8 +10,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import closeness
 import harness
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import quick
@@ -44,15 +46,20 @@ def test_is_close_to_exact(random_seed, platform):
     with harness.x64("float64" if uses_float64 else case.dtype):
         # JAX arrays, because without jit jax 0.7 can map a NumPy array only over its first axis. device_put, because
         # jnp.asarray would compile a program for each shape.
-        results, gradients = jax.tree.map(np.asarray, program(case)(jax.device_put(given)))
+        results, gradients, tangent = jax.tree.map(np.asarray, program(case)(jax.device_put(given)))
     check(case, arguments, results | from_loops(case, gradients))
+    if case.forward_mode:
+        check_tangent(case, arguments, tangent.sum())
 
 
 # ---- The program ----------------------------------------------------------------------------------------------
 
 
-def program(case: RandomCase) -> Callable[[Arrays], tuple[Arrays, Arrays]]:
-    """The function under test: from arguments to results (out and lse) and gradients by argument name."""
+def program(case: RandomCase) -> Callable[[Arrays], tuple[Arrays, Arrays, jax.Array]]:
+    """The function under test.
+
+    From arguments to results (out and lse), gradients by argument name, and the cotangents times the tangent.
+    """
     forward = functools.partial(attention, case)
     if case.checkpoint is not None:
         forward = jax.checkpoint(forward, policy=random_cases.POLICIES[case.checkpoint])
@@ -60,7 +67,7 @@ def program(case: RandomCase) -> Callable[[Arrays], tuple[Arrays, Arrays]]:
         if loop.is_differentiated:
             forward = looped(forward, loop)
 
-    def forward_and_backward(arguments: Arrays) -> tuple[Arrays, Arrays]:
+    def forward_and_backward(arguments: Arrays) -> tuple[Arrays, Arrays, jax.Array]:
         cotangents = {name: arguments[f"d{name}"] for name in case.cotangents}
         rest = {name: x for name, x in arguments.items() if name not in ("dout", "dlse")}
 
@@ -70,17 +77,29 @@ def program(case: RandomCase) -> Callable[[Arrays], tuple[Arrays, Arrays]]:
 
         x = {name: arguments[name] for name in case.differentiated}
         _, vjp, results = jax.vjp(of_differentiated, x, has_aux=True)
-        return results, *vjp(cotangents)
+        tangent = jnp.zeros(())
+        if case.forward_mode:
+            direction = jax.tree.map(jnp.sign, x)
+            _, tangents, _ = jax.jvp(of_differentiated, (x,), (direction,), has_aux=True)
+            products = jax.tree.map(product, cotangents, tangents)
+            tangent = sum(jax.tree.leaves(products))
+        return results, *vjp(cotangents), tangent
 
     f = forward_and_backward
     for loop in reversed(case.loops):
         if not loop.is_differentiated:
             f = looped(f, loop)
 
-    def of_views(given: Arrays) -> tuple[Arrays, Arrays]:
+    def of_views(given: Arrays) -> tuple[Arrays, Arrays, jax.Array]:
         return f({name: case.views[name].inner(x) if name in case.views else x for name, x in given.items()})
 
     return jax.jit(of_views) if case.is_jitted else of_views
+
+
+def product(cotangent: jax.Array, tangent: jax.Array) -> jax.Array:
+    """The cotangent of a row without keys may be poisoned."""
+    dtype = jnp.promote_types(tangent.dtype, jnp.float32)
+    return jnp.sum(jnp.where(tangent == 0, 0, cotangent.astype(dtype) * tangent.astype(dtype)))
 
 
 def attention(case: RandomCase, arguments: Arrays) -> Arrays:
@@ -190,3 +209,17 @@ def check(case: RandomCase, arguments: Arrays, got: Arrays) -> None:
             naive=harness.rows(naive) if is_operand and naive is not None else naive,
             name=name if name in ("out", "lse") else f"gradient of {name}",
         )
+
+
+def check_tangent(case: RandomCase, arguments: Arrays, got: np.ndarray) -> None:
+    """Compare the cotangents times the tangent with the exact gradients times the direction.
+
+    Errors of single elements average out, so the limit is a few units of roundoff of the terms.
+    """
+    want = exact(case, arguments)
+    terms = np.concatenate(
+        [(want[name] * np.sign(arguments[name].astype(np.float64))).ravel() for name in case.differentiated]
+    )
+    unit = closeness.UNIT_ROUNDOFF.get(case.rule) or 10 * closeness.FULL_PRECISION[case.rule]
+    size = max(np.abs(terms).sum(), *(case.cancelling(name, arguments) for name in case.differentiated), 1.0)
+    np.testing.assert_allclose(got, terms.sum(), rtol=0, atol=4 * unit * size)
