@@ -51,7 +51,7 @@ ffi::Error BackwardBiasCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args,
 ffi::Error TangentCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi::RemainingRets results,
                       ffi::Dictionary attributes) {
   TangentParams params;
-  RETURN_IF_ERROR(ReadTangent(args, results, attributes, &params));
+  RETURN_IF_ERROR(ReadTangent(args, results, attributes, Platform::kCpu, &params));
   XlaThreadPool pool(thread_pool);
   return cpu::Tangent(params, pool) ? ffi::Error::Success() : OutOfMemory();
 }

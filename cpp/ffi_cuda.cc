@@ -11,6 +11,7 @@ namespace {
 namespace ffi = xla::ffi;
 using jax_flash::BackwardParams;
 using jax_flash::ForwardParams;
+using jax_flash::TangentParams;
 
 ffi::Error status(const std::string& message) {
   return message.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kInternal, message);
@@ -29,6 +30,13 @@ ffi::Error backward(cudaStream_t stream, int32_t device, ffi::RemainingArgs args
   RETURN_IF_ERROR(jax_flash::ReadBackward(args, results, attributes, jax_flash::Platform::kCuda,
                                           jax_flash::Pass::kBackward, &params));
   return status(jax_flash::cuda::run_backward(params, stream, device));
+}
+
+ffi::Error tangent(cudaStream_t stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets results,
+                   ffi::Dictionary attributes) {
+  TangentParams params;
+  RETURN_IF_ERROR(jax_flash::ReadTangent(args, results, attributes, jax_flash::Platform::kCuda, &params));
+  return status(jax_flash::cuda::run_tangent(params, stream, device));
 }
 
 ffi::Error backward_bias(cudaStream_t stream, int32_t device, ffi::RemainingArgs args,
@@ -62,6 +70,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashBackwardCuda, jax_flash::kGuarded<backward
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashBackwardBiasCuda, jax_flash::kGuarded<backward_bias>,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashTangentCuda, jax_flash::kGuarded<tangent>,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()

@@ -203,8 +203,8 @@ ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi:
 }
 
 ffi::Error ReadTangent(ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary attributes,
-                       TangentParams* params) {
-  CallReader call(Platform::kCpu, args, results);
+                       Platform platform, TangentParams* params) {
+  CallReader call(platform, args, results);
   ffi::DataType Q;
   std::string_view operands;
   RETURN_IF_ERROR(ReadStart(call, attributes, &operands, &Q, params));
@@ -233,6 +233,10 @@ ffi::Error ReadTangent(ffi::RemainingArgs args, ffi::RemainingRets results, ffi:
 
   RETURN_IF_ERROR(call.TakeResult("tout", Q, {D, B, T, N, Hv}, &params->tout));
   RETURN_IF_ERROR(call.TakeResult("tlse", LSE, {D, B, T, N}, &params->tlse));
+
+  Workspace workspace;
+  RETURN_IF_ERROR(TakeWorkspace(call, Pass::kTangent, *params, &workspace));
+  params->visible = VisibilityOf(workspace, params->mask);
   return call.CheckAllTaken();
 }
 

@@ -11,14 +11,14 @@ enum class Pass {
   kForward,       // out, lse
   kBackward,      // dq, dk, dv
   kBackwardBias,  // sums of dbias
+  kTangent,       // tout, tlse
 };
 
 ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary attributes,
                        Platform platform, ForwardParams* params);
 
-// On the CPU only.
 ffi::Error ReadTangent(ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary attributes,
-                       TangentParams* params);
+                       Platform platform, TangentParams* params);
 
 // `pass`: kBackward or kBackwardBias.
 ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary attributes,

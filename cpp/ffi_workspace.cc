@@ -15,7 +15,8 @@ ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& par
   if (!call.is_for_cuda()) return ffi::Error::Success();
 
   // The names of workspace.def. Python has the same: `Call` of jax_flash/_workspace.py.
-  const bool is_forward = pass == Pass::kForward, is_backward = pass == Pass::kBackward;
+  const bool is_backward = pass == Pass::kBackward;
+  const bool is_gradient = is_backward || pass == Pass::kBackwardBias;
   const bool is_16_bit = params.dtype == DType::kFloat16 || params.dtype == DType::kBFloat16;
   const bool is_deterministic = params.options.deterministic;
   const bool has_mask = !!params.mask, has_segments = params.has_segments();

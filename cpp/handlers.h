@@ -5,5 +5,5 @@
 
 extern "C" {
 XLA_FFI_Handler JaxFlashForwardCpu, JaxFlashBackwardCpu, JaxFlashBackwardBiasCpu, JaxFlashTangentCpu;
-XLA_FFI_Handler JaxFlashForwardCuda, JaxFlashBackwardCuda, JaxFlashBackwardBiasCuda;
+XLA_FFI_Handler JaxFlashForwardCuda, JaxFlashBackwardCuda, JaxFlashBackwardBiasCuda, JaxFlashTangentCuda;
 }

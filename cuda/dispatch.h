@@ -14,6 +14,7 @@ namespace jax_flash::cuda {
 // The handlers must have checked all sizes. Nothing synchronises.
 std::string run_forward(const ForwardParams& params, cudaStream_t stream, int device);
 std::string run_backward(const BackwardParams& params, cudaStream_t stream, int device);
+std::string run_tangent(const TangentParams& params, cudaStream_t stream, int device);
 std::string run_backward_bias(const BackwardParams& params, cudaStream_t stream, int device);
 
 // Lets tests run the kernels of other cards: overrides the environment variables JAX_FLASH_KERNELS,

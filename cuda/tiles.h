@@ -84,6 +84,25 @@ constexpr BackwardDqTile backward_dq_tile(int element_bytes, int head_dim) {
   return {32, 16, 2, 1, 2};                       // 96 KB
 }
 
+struct TangentTile {
+  int block_m;        // query rows
+  int block_n;        // key rows
+  int warps;          // with block_m / warps rows each: 16, because a row has p, ts and tout
+  int stages;         // buffers of block_n rows, which keys, values and their tangents use in turn
+  int blocks_per_sm;  // sets the register budget
+};
+
+constexpr TangentTile tangent_tile(int element_bytes, int head_dim) {
+  if (element_bytes == 2) {
+    if (head_dim <= 64) return {64, 64, 4, 4, 2};   // 48 KB
+    if (head_dim <= 128) return {64, 64, 4, 4, 2};  // 96 KB
+    return {64, 32, 4, 2, 2};                       // 96 KB
+  }
+  if (head_dim <= 64) return {64, 64, 4, 4, 2};   // 96 KB
+  if (head_dim <= 128) return {64, 32, 4, 2, 2};  // 96 KB
+  return {32, 16, 2, 2, 2};                       // 96 KB
+}
+
 struct BackwardBiasTile {
   int block_m, block_n;  // query rows, key rows
   int piece;             // columns of the head dim at a time

@@ -423,7 +423,7 @@ def _workspace_avals(call: _Pass, avals, *, operands: tuple[str, ...], options: 
     mask_shape = _fold(named["mask"], "mask").shape if "mask" in named else (1, 1, 1, 1)
     return _workspace.arrays(
         _workspace.Call(
-            is_forward=call is _FORWARD,
+            is_gradient=call in (_BACKWARD, _BACKWARD_BIAS),
             is_backward=call is _BACKWARD,
             is_16_bit=q.dtype.itemsize == 2,
             is_deterministic=options.deterministic,
@@ -564,7 +564,7 @@ _backward_bias_p = _define_pass(_BACKWARD_BIAS, _backward_bias_avals, **_KERNELS
 _tangent_p = _define_pass(
     _TANGENT,
     functools.partial(_tangent_avals, _TANGENT),
-    **(_without_kernels(_blocked.tangent) | dict(cpu=_lower_cpu)),
+    **_KERNELS,
 )
 _second_tangent_p = _define_pass(
     _SECOND_TANGENT,

@@ -22,7 +22,7 @@ _DTYPES = {"S32": jnp.int32, "F32": jnp.float32, "U8": jnp.uint8, "U32": jnp.uin
 class Call(NamedTuple):
     """What the table may depend on. Sizes are ints or symbolic."""
 
-    is_forward: bool
+    is_gradient: bool
     is_backward: bool
     is_16_bit: bool
     is_deterministic: bool

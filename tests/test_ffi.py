@@ -332,7 +332,7 @@ OTHER_WORKSPACES = {
     "an unknown size": dict(shape="{B, M}"),
     "an unknown condition": dict(condition="is_causal"),
     "an unknown dtype": dict(dtype="F16"),
-    "another language": dict(condition="is_forward && is_16_bit"),
+    "another language": dict(condition="is_gradient && is_16_bit"),
 }
 
 
