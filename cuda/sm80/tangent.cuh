@@ -3,11 +3,16 @@
 //   p = exp(s - lse), ts = scale (tq k^T + q tk^T) + ...,    tlse = rowsum(p ts)
 //   tout = (p ts) v + p tv - tlse out
 //
+// (p ts) v and tlse out cancel where few keys count. So out is multiplied by the sum of p ts as rounded for
+// the product, whose errors then cancel, too; tlse is the sum before rounding.
+//
 // Built like the forward kernel: a block owns kBlockM rows for one head and walks the visible blocks of keys.
 // Since lse is known, nothing is rescaled. p and ts stay in a warp's registers, where they are first operands
 // of the products with the values. A block of the grid computes `directions` directions, one after the other;
 // where all keys are one block, p serves them all.
 #pragma once
+
+#include <type_traits>
 
 #include "arithmetic.h"
 #include "launch.h"
@@ -55,6 +60,24 @@ struct TangentConfig {
   static constexpr int kSharedBytes = 2 * QTile::kBytes + kStages * KvTile::kBytes;
   using Keys = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/true, kBlockM, kBlockN>;
 };
+
+// As the operand of a product.
+template <class Arithmetic>
+__device__ __forceinline__ float rounded(float x) {
+  if constexpr (kIs16Bit<Arithmetic>) {
+    return static_cast<float>(static_cast<typename Arithmetic::Element>(x));
+  } else if constexpr (std::is_same_v<Arithmetic, tf32>) {
+    return __uint_as_float(ptx::round_to_tf32(__float_as_uint(x)));
+  } else {
+    return x;
+  }
+}
+
+// Of the four lanes that share a row.
+__device__ __forceinline__ float row_sum(float x) {
+  x += __shfl_xor_sync(0xffffffff, x, 1);
+  return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
 
 // Adds to ts, the derivative of the scaled products, that of bias, ALiBi and scale_factor in one direction.
 // `scores`: q k^T.
@@ -213,7 +236,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     }
     float tout[kMTiles][kHeadDim / 8][4];  // [kWarpRows, kHeadDim]
     clear(tout);
-    float tlse[kMTiles][2] = {};
+    float tlse[kMTiles][2] = {}, rounded_sum[kMTiles][2] = {};
 
 #pragma unroll 1
     for (int block = 0; block < keys.count; ++block) {
@@ -274,7 +297,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
           fill_unset(p, bits, 0);
           fill_unset(ts, bits, 0);
         }
-        for_each_accumulator(ts, [&](int mt, int h, int nt, int c) { tlse[mt][h] += ts[mt][nt][2 * h + c]; });
+        for_each_accumulator(ts, [&](int mt, int h, int nt, int c) {
+          float& x = ts[mt][nt][2 * h + c];
+          tlse[mt][h] += x;
+          x = rounded<Arithmetic>(x);
+          rounded_sum[mt][h] += x;
+        });
         if (kMayHaveOthers && pairs.has_dropout()) draw_kept(bits, pairs, warp_m, n_start);
       }
 
@@ -311,9 +339,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     const int head_dim_v = arguments.items[kValues].head_dim;
     const float kept_factor = kMayHaveOthers ? arguments.pairs.kept_factor : 1;
     for_each_accumulator_row(tlse, [&](int mt, int h) {
-      float sum = tlse[mt][h];
-      sum += __shfl_xor_sync(0xffffffff, sum, 1);
-      sum += __shfl_xor_sync(0xffffffff, sum, 2);
+      const float sum = row_sum(tlse[mt][h]), out_factor = row_sum(rounded_sum[mt][h]);
       const int row = warp_m + accumulator_row(mt, h);
       if (row >= seqlen_q) return;
       const bool seeing = mask.first_key(row) <= mask.last_key(row) && lse_log2[mt][h] != INFINITY;
@@ -326,7 +352,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 #pragma unroll
         for (int i = 0; i < kRunColumns<Arithmetic>; ++i) {
           const float out = column + i < head_dim_v ? static_cast<float>(gOut[column + i]) : 0;
-          results[i] = fmaf(values[i], kept_factor, -sum * out);
+          results[i] = fmaf(values[i], kept_factor, -out_factor * out);
         }
         store_run<Arithmetic>(gTout, column, head_dim_v, seeing, 1, results);
       });
