@@ -49,7 +49,7 @@ def kernels(tmp_path) -> list[tuple[str, str, str, int]]:
 def test_some_kernel_takes_every_head_dim(kernels):
     """In every arithmetic, on every card."""
     arithmetics = "bfloat16", "float16", "tf32", "tf32x3"
-    directions = "forward", "backward", "backward_dq", "backward_bias"
+    directions = "forward", "backward", "backward_dq", "backward_bias", "tangent"
     for row in itertools.product(directions, ["sm80"], arithmetics):
         assert (*row, 256) in kernels
     for row in itertools.product(directions[:3], ["sm90"], arithmetics[:2]):
