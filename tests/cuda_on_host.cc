@@ -152,6 +152,10 @@ void check_tiles() {
       const sm80::BackwardDqTile dq = sm80::backward_dq_tile(bytes, head_dim);
       EXPECT((2 * dq.block_m + 2 * dq.stages * dq.block_n) * head_dim * bytes <= 99 * 1024, "%d, %d", bytes,
              head_dim);
+      const sm80::TangentTile tangent = sm80::tangent_tile(bytes, head_dim);
+      EXPECT((2 * tangent.block_m + tangent.stages * tangent.block_n) * head_dim * bytes <= 99 * 1024,
+             "%d, %d", bytes, head_dim);
+      EXPECT(tangent.block_m % (16 * tangent.warps) == 0, "%d, %d", bytes, head_dim);
     }
     // Lists of visible blocks have blocks of 64 keys.
     EXPECT(sm90::general_forward_tile(head_dim).block_n == 64, "%d", head_dim);
