@@ -3,8 +3,12 @@
 //   p = exp(s - lse), ts = scale (tq k^T + q tk^T) + ...,    tlse = rowsum(p ts)
 //   tout = (p ts) v + p tv - tlse out
 //
-// (p ts) v and tlse out cancel where few keys count. So out is multiplied by the sum of p ts as rounded for
-// the product, whose errors then cancel, too; tlse is the sum before rounding.
+// (p ts) v and tlse out cancel where few keys count or all logits move alike. So each row's ts are taken
+// relative to a number c, their mean in the first block of keys. Since out = p v,
+//
+//   tout = (p (ts - c)) v + p tv - (tlse - c) out,    tlse = rowsum(p (ts - c)) + c rowsum(p)
+//
+// where tlse - c has p (ts - c) as rounded for the product, so that errors cancel, too.
 //
 // Built like the forward kernel: a block owns kBlockM rows for one head and walks the visible blocks of keys.
 // Since lse is known, nothing is rescaled. p and ts stay in a warp's registers, where they are first operands
@@ -236,7 +240,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     }
     float tout[kMTiles][kHeadDim / 8][4];  // [kWarpRows, kHeadDim]
     clear(tout);
-    float tlse[kMTiles][2] = {}, rounded_sum[kMTiles][2] = {};
+    bool is_centered = false;
+    float center[kMTiles][2] = {};                             // c
+    float weight[kMTiles][2] = {};                             // rowsum(p)
+    float sum[kMTiles][2] = {}, rounded_sum[kMTiles][2] = {};  // rowsum(p (ts - c))
 
 #pragma unroll 1
     for (int block = 0; block < keys.count; ++block) {
@@ -286,20 +293,34 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
             x = ptx::exp2_approx(fmaf(x, arguments.logit.scale_log2, -lse_log2[mt][h]));
           });
         }
-        for_each_accumulator(
-            ts, [&](int mt, int h, int nt, int c) { ts[mt][nt][2 * h + c] *= p[mt][nt][2 * h + c]; });
-        if (!mask.covers(warp_m, kWarpRows, n_start, kBlockN)) {
-          fill_hidden(p, mask, warp_m, n_start, 0);
-          fill_hidden(ts, mask, warp_m, n_start, 0);
-        }
-        if (kMayHaveMask && !keys.is_whole(keys.count - 1 - block)) {
-          load_visible(bits, pairs, warp_m, n_start);
-          fill_unset(p, bits, 0);
-          fill_unset(ts, bits, 0);
+        const bool is_covered = mask.covers(warp_m, kWarpRows, n_start, kBlockN);
+        const bool is_whole = !kMayHaveMask || keys.is_whole(keys.count - 1 - block);
+        if (!is_whole) load_visible(bits, pairs, warp_m, n_start);
+        auto hide = [&](float (&x)[kMTiles][kNTiles][4]) {
+          if (!is_covered) fill_hidden(x, mask, warp_m, n_start, 0);
+          if (!is_whole) fill_unset(x, bits, 0);
+        };
+        hide(p);
+        for_each_accumulator(p, [&](int mt, int h, int nt, int c) { weight[mt][h] += p[mt][nt][2 * h + c]; });
+        if (!is_centered) {
+          is_centered = true;
+          for_each_accumulator(ts, [&](int mt, int h, int nt, int c) {
+            const float x = p[mt][nt][2 * h + c];
+            if (x > 0) center[mt][h] = fmaf(x, ts[mt][nt][2 * h + c], center[mt][h]);
+          });
+          for_each_accumulator_row(center, [&](int mt, int h) {
+            const float mean = row_sum(center[mt][h]) / row_sum(weight[mt][h]);
+            center[mt][h] = fabsf(mean) < INFINITY ? mean : 0;  // of no key, or not finite: 0
+          });
         }
         for_each_accumulator(ts, [&](int mt, int h, int nt, int c) {
           float& x = ts[mt][nt][2 * h + c];
-          tlse[mt][h] += x;
+          x = p[mt][nt][2 * h + c] * (x - center[mt][h]);
+        });
+        hide(ts);
+        for_each_accumulator(ts, [&](int mt, int h, int nt, int c) {
+          float& x = ts[mt][nt][2 * h + c];
+          sum[mt][h] += x;
           x = rounded<Arithmetic>(x);
           rounded_sum[mt][h] += x;
         });
@@ -338,8 +359,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     // ---- Write tout and tlse; zeros for fully masked rows ----
     const int head_dim_v = arguments.items[kValues].head_dim;
     const float kept_factor = kMayHaveOthers ? arguments.pairs.kept_factor : 1;
-    for_each_accumulator_row(tlse, [&](int mt, int h) {
-      const float sum = row_sum(tlse[mt][h]), out_factor = row_sum(rounded_sum[mt][h]);
+    for_each_accumulator_row(sum, [&](int mt, int h) {
+      const float c = center[mt][h], shares = row_sum(weight[mt][h]);  // sinks have the rest of 1
+      const float tlse = row_sum(sum[mt][h]) + c * shares;
+      const float out_factor = row_sum(rounded_sum[mt][h]) + c * (shares - 1);
       const int row = warp_m + accumulator_row(mt, h);
       if (row >= seqlen_q) return;
       const bool seeing = mask.first_key(row) <= mask.last_key(row) && lse_log2[mt][h] != INFINITY;
@@ -356,7 +379,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
         }
         store_run<Arithmetic>(gTout, column, head_dim_v, seeing, 1, results);
       });
-      if (lane_id() % 4 == 0) static_cast<float*>(params.tlse)[tout_row] = seeing ? sum : 0;
+      if (lane_id() % 4 == 0) static_cast<float*>(params.tlse)[tout_row] = seeing ? tlse : 0;
     });
   }
 }
