@@ -3,12 +3,14 @@
 //   p = exp(s - lse), ts = scale (tq k^T + q tk^T) + ...,    tlse = rowsum(p ts)
 //   tout = (p ts) v + p tv - tlse out
 //
-// (p ts) v and tlse out cancel where few keys count or all logits move alike. So each row's ts are taken
-// relative to a number c, their mean in the first block of keys. Since out = p v,
+// (p ts) v and tlse out cancel where few keys count. So each row's ts are taken relative to a number c, their
+// mean in the first block of keys with a good part of the row's weight, if no other with any came before.
+// Since out = p v,
 //
 //   tout = (p (ts - c)) v + p tv - (tlse - c) out,    tlse = rowsum(p (ts - c)) + c rowsum(p)
 //
-// where tlse - c has p (ts - c) as rounded for the product, so that errors cancel, too.
+// where tlse - c has p (ts - c) as rounded for the product, so that errors cancel, too. Where the weight is
+// spread over many blocks, c is 0, and the errors of many terms average out.
 //
 // Built like the forward kernel: a block owns kBlockM rows for one head and walks the visible blocks of keys.
 // Since lse is known, nothing is rescaled. p and ts stay in a warp's registers, where they are first operands
@@ -240,7 +242,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     }
     float tout[kMTiles][kHeadDim / 8][4];  // [kWarpRows, kHeadDim]
     clear(tout);
-    bool is_centered = false;
+    bool is_settled = false;                                   // is c known for all rows of the warp?
     float center[kMTiles][2] = {};                             // c
     float weight[kMTiles][2] = {};                             // rowsum(p)
     float sum[kMTiles][2] = {}, rounded_sum[kMTiles][2] = {};  // rowsum(p (ts - c))
@@ -301,18 +303,26 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
           if (!is_whole) fill_unset(x, bits, 0);
         };
         hide(p);
-        for_each_accumulator(p, [&](int mt, int h, int nt, int c) { weight[mt][h] += p[mt][nt][2 * h + c]; });
-        if (!is_centered) {
-          is_centered = true;
+        float block_weight[kMTiles][2] = {};
+        for_each_accumulator(
+            p, [&](int mt, int h, int nt, int c) { block_weight[mt][h] += p[mt][nt][2 * h + c]; });
+        if (!is_settled) {
+          float block_sum[kMTiles][2] = {};
           for_each_accumulator(ts, [&](int mt, int h, int nt, int c) {
             const float x = p[mt][nt][2 * h + c];
-            if (x > 0) center[mt][h] = fmaf(x, ts[mt][nt][2 * h + c], center[mt][h]);
+            if (x > 0) block_sum[mt][h] = fmaf(x, ts[mt][nt][2 * h + c], block_sum[mt][h]);
           });
+          bool rows_settled = true;
           for_each_accumulator_row(center, [&](int mt, int h) {
-            const float mean = row_sum(center[mt][h]) / row_sum(weight[mt][h]);
-            center[mt][h] = fabsf(mean) < INFINITY ? mean : 0;  // of no key, or not finite: 0
+            constexpr float kNoWeight = 1.f / (1 << 14), kGoodPart = 1.f / 16;
+            const float before = row_sum(weight[mt][h]), here = row_sum(block_weight[mt][h]);
+            const float mean = row_sum(block_sum[mt][h]) / here;
+            if (before < kNoWeight && here >= kGoodPart && fabsf(mean) < INFINITY) center[mt][h] = mean;
+            rows_settled &= before + here >= kNoWeight || lse_log2[mt][h] == INFINITY;
           });
+          is_settled = __all_sync(0xffffffff, rows_settled);
         }
+        for_each_accumulator_row(weight, [&](int mt, int h) { weight[mt][h] += block_weight[mt][h]; });
         for_each_accumulator(ts, [&](int mt, int h, int nt, int c) {
           float& x = ts[mt][nt][2 * h + c];
           x = p[mt][nt][2 * h + c] * (x - center[mt][h]);
