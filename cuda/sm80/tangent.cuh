@@ -314,7 +314,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
           });
           bool rows_settled = true;
           for_each_accumulator_row(center, [&](int mt, int h) {
-            constexpr float kNoWeight = 1.f / (1 << 14), kGoodPart = 1.f / 16;
+            // What came before is not taken relative to c: below the error of the products.
+            constexpr float kNoWeight = std::is_same_v<Arithmetic, tf32x3> ? 0x1p-28f : 0x1p-16f;
+            constexpr float kGoodPart = 0x1p-4f;
             const float before = row_sum(weight[mt][h]), here = row_sum(block_weight[mt][h]);
             const float mean = row_sum(block_sum[mt][h]) / here;
             if (before < kNoWeight && here >= kGoodPart && fabsf(mean) < INFINITY) center[mt][h] = mean;
