@@ -130,8 +130,9 @@ class _Block:
         return jnp.where(self._exists[1].mT[:, 0, :, :, None], x, 0)
 
     def stats(self, name: str) -> jax.Array:
-        """A number for each row: [..., N, t, 1]."""
+        """A number for each row: [..., N, t, 1], with 0 beyond the lengths."""
         x = _slice(self.arrays[name], -2, self.row[0, 0], self.row.shape[0])
+        x = jnp.where(self._exists[0][:, 0, :, :], x, 0)
         return jnp.swapaxes(x, -1, -2)[..., None]
 
     def pairs(self, name: str) -> jax.Array:

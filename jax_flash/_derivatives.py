@@ -110,9 +110,12 @@ def _compute_forward(arrays: Arrays, options: AttentionOptions):
 
 
 def _compute_tangent(arrays: Arrays, options: AttentionOptions):
-    tout, tlse = _primitives.tangent(arrays, options)
     if "tsinks" not in arrays:
-        return tout, tlse
+        return _primitives.tangent(arrays, options)
+    if any(is_directed(name) for name in arrays.keys() - {"tsinks"}):
+        tout, tlse = _primitives.tangent(arrays, options)
+    else:  # no logit of a key moves
+        tout, tlse = (jnp.zeros((), arrays[name].dtype) for name in _RESULTS)
     return _add_to_lse(tout, tlse, _sinks_share(arrays) * arrays["tsinks"][..., None, :], arrays)
 
 

@@ -5,7 +5,7 @@ call over them and over the heads. The inner one calls the kernel on one device;
 one. Where a platform has no kernel for a pass, the inner one is plain JAX (`_blocked`).
 
 Tangents have an axis of directions D before the batch axes: [D, B, T, N, H] beside a primal [B, T, N, H]. Each
-direction is then an array like the primal, and a kernel computes scores and probabilities once for all of them.
+direction is then an array like the primal, and a kernel may compute scores once for several of them.
 `is_directed` says which arrays have it, by name.
 """
 

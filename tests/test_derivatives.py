@@ -421,6 +421,23 @@ def test_checkpoint_names_spare_the_second_forward_pass(forward_mode, platform):
     assert len(equations(jaxpr, "jax_flash_forward")) == 1
 
 
+def test_only_sinks_move(platform):
+    def along_sinks(attend):
+        def f(q, sinks):
+            return loss(functools.partial(attend, sinks=sinks), q, *QKV[1:])
+
+        sinks, q = jnp.arange(4.0), QKV[0]
+        return (
+            jax.jvp(functools.partial(f, q), (sinks,), (sinks + 1,)),
+            jax.hessian(functools.partial(f, q))(sinks),
+            jax.jvp(lambda s: jax.grad(f)(q, s), (sinks,), (sinks + 1,)),
+        )
+
+    with jax.default_matmul_precision("highest"):
+        got = along_sinks(functools.partial(attention, forward_mode=True))
+        assert_trees_close(got, along_sinks(reference), atol=1e-4)
+
+
 @BOTH_LINKS
 def test_third_derivatives_are_refused(forward_mode, platform):
     f = functools.partial(loss, attention, forward_mode=forward_mode)
@@ -456,6 +473,23 @@ def test_nothing_leaks_from_beyond_the_lengths(platform):
     primals[1][1], primals[2][1] = np.inf, np.nan
     got = gradient_and_tangents(attention, **options)(primals, primals)
     jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_nothing_leaks_from_beyond_the_lengths_of_queries_with_sinks(platform):
+    """Their log-sum-exp is the sink, which is finite."""
+    lengths = dict(query_seq_lengths=np.array([3, 5], np.int32), sinks=jnp.ones(4))
+
+    def tangent_of_gradient(dlse):
+        def gradient(*args):
+            f = functools.partial(attention, return_residual=True, **lengths)
+            (out, _), pullback = jax.vjp(f, *args)
+            return pullback((jnp.cos(out), dlse))
+
+        return jax.jit(lambda *x: jax.jvp(gradient, x, x)[1])(*QKV)
+
+    dlse = jnp.ones(QKV[0].shape[:-1])
+    got = tangent_of_gradient(dlse.at[0, 3:].set(jnp.nan))
+    jax.tree.map(np.testing.assert_array_equal, got, tangent_of_gradient(dlse))
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 7, 4), (2, 0, 7, 4), (2, 5, 0, 4), (2, 5, 7, 0)], ids=str)
