@@ -113,7 +113,13 @@ def evaluate_exactly(composition, case: Case, point: Point, dtype: str, kind: st
     return evaluate(composition, exact(case, dtype, kind), point, "float64")
 
 
-@pytest.mark.parametrize(("case", "kind"), quick.cases_and_kinds((*CASES, *PAIRS), quick=QUICK))
+# Pairs of options in bfloat16 and in the most exact type.
+CASES_AND_KINDS = quick.cases_and_kinds(CASES, quick=QUICK) + [
+    pytest.param(case, kind, id=f"{case}-{kind}", marks=quick.EXHAUSTIVE) for case in PAIRS for kind in (0, 3)
+]
+
+
+@pytest.mark.parametrize(("case", "kind"), CASES_AND_KINDS)
 def test_tangent_is_close_to_exact(case, kind, platform):
     dtype, precision, rule = harness.KINDS[platform][kind]
     point = point_of(case, dtype)
