@@ -56,4 +56,8 @@ bool Tangent(const TangentParams& params, ThreadPool& pool, InstructionSet set) 
   return KernelsOf(set).tangent(params, pool);
 }
 
+bool BackwardTangent(const BackwardTangentParams& params, ThreadPool& pool, InstructionSet set) {
+  return KernelsOf(set).backward_tangent(params, pool);
+}
+
 }  // namespace jax_flash::cpu

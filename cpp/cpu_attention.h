@@ -20,5 +20,7 @@ bool Forward(const ForwardParams& params, ThreadPool& pool, InstructionSet set =
 bool Backward(const BackwardParams& params, ThreadPool& pool, InstructionSet set = BestInstructionSet());
 bool BackwardBias(const BackwardParams& params, ThreadPool& pool, InstructionSet set = BestInstructionSet());
 bool Tangent(const TangentParams& params, ThreadPool& pool, InstructionSet set = BestInstructionSet());
+bool BackwardTangent(const BackwardTangentParams& params, ThreadPool& pool,
+                     InstructionSet set = BestInstructionSet());
 
 }  // namespace jax_flash::cpu

@@ -2,16 +2,40 @@
 // it walks the query rows that see the tile, block by block. Included once for each instruction set, without
 // an include guard, inside its namespace: see cpu_unit.h.
 
+// The keys of a tile that each row of a block sees; mask and segments are not considered.
+struct SeenKeys {
+  int64_t *first, *end;  // [M]: relative to the tile's first key
+  bool* sees;            // [M]: whether the row sees any
+
+  SeenKeys() = default;
+  SeenKeys(int64_t rows, Arena& arena)
+      : first(arena.Take<int64_t>(rows)), end(arena.Take<int64_t>(rows)), sees(arena.Take<bool>(rows)) {}
+
+  // Finds those of `rows` rows from `first_row` on (in GroupRows's numbering). Returns whether any row sees
+  // less than the whole tile.
+  bool Find(const Mask& mask, int64_t group, int64_t first_row, int64_t rows, Range tile) const {
+    const int64_t keys = tile.end - tile.first;
+    bool any = false;
+    for (int64_t row = 0; row < rows; ++row) {
+      const Range of_row = mask.KeysOf((first_row + row) / group);
+      first[row] = std::clamp<int64_t>(of_row.first - tile.first, 0, keys);
+      end[row] = std::clamp<int64_t>(of_row.end - tile.first, first[row], keys);
+      sees[row] = first[row] < end[row];
+      any |= end[row] - first[row] < keys;
+    }
+    return any;
+  }
+};
+
 template <typename T>
 struct BackwardScratch {
-  T *k, *k_t;            // [N, head_dim rounded up], [head_dim, N]
-  T *v, *v_t;            // [N, head_dim_v], [head_dim_v, N]
-  T *q, *dout;           // [M, head_dim rounded up], [M, head_dim_v rounded up]
-  T *p, *ds;             // [M, N]: initially the scores and dout v^T
-  T *dq, *dk, *dv;       // [M, ...], [N, ...], [N, ...], the last axis as above
-  int64_t *first, *end;  // [M]: the keys that a row sees, relative to the tile's first key
-  bool* sees;            // [M]: whether the row sees any key
-  bool* visible;         // [M, N]: pairs that mask and segments leave visible
+  T *k, *k_t;       // [N, head_dim rounded up], [head_dim, N]
+  T *v, *v_t;       // [N, head_dim_v], [head_dim_v, N]
+  T *q, *dout;      // [M, head_dim rounded up], [M, head_dim_v rounded up]
+  T *p, *ds;        // [M, N]: initially the scores and dout v^T
+  T *dq, *dk, *dv;  // [M, ...], [N, ...], [N, ...], the last axis as above
+  SeenKeys seen;    // of M rows
+  bool* visible;    // [M, N]: pairs that mask and segments leave visible
 
   BackwardScratch(const AttentionParams& params, Arena& arena) {
     const int64_t width = RoundUp(params.head_dim, kLanes<T>),
@@ -27,24 +51,49 @@ struct BackwardScratch {
     dq = arena.Take<T>(kBackwardM * width);
     dk = arena.Take<T>(kBackwardN * width);
     dv = arena.Take<T>(kBackwardN * width_v);
-    first = arena.Take<int64_t>(kBackwardM);
-    end = arena.Take<int64_t>(kBackwardM);
-    sees = arena.Take<bool>(kBackwardM);
+    seen = SeenKeys(kBackwardM, arena);
     visible = arena.Take<bool>(kBackwardM * kBackwardN);
   }
 };
 
 constexpr int64_t kAllBlocks = std::numeric_limits<int64_t>::max();
 
+// The turns in which the tiles of keys of one head add to dq. A tile adds to a block of query rows after all
+// tiles before it, so the order of summation is fixed.
+class Turns {
+ public:
+  // blocks_done: for each tile the number of blocks that it has finished, whether or not it added to their
+  // dq.
+  Turns(std::atomic<int64_t>* blocks_done, int64_t tile) : blocks_done_(blocks_done), tile_(tile) {}
+
+  // Waits until all tiles before this one have finished `block`. It is not enough to wait for the previous
+  // tile, which may have skipped the block without waiting itself.
+  void Wait(int64_t block) {
+    for (int64_t before = first_unfinished_; before < tile_; ++before) {
+      int64_t done;
+      while ((done = blocks_done_[before].load(std::memory_order_acquire)) <= block)
+        std::this_thread::yield();
+      if (before == first_unfinished_ && done == kAllBlocks) ++first_unfinished_;
+    }
+  }
+  void Finish(int64_t blocks) {
+    HAND_OVER();
+    blocks_done_[tile_].store(blocks, std::memory_order_release);
+    HAND_OVER();
+  }
+
+ private:
+  std::atomic<int64_t>* blocks_done_;
+  int64_t tile_;
+  int64_t first_unfinished_ = 0;  // all tiles before it, which only grows, have finished every block
+};
+
 // Memory that all work items share.
 template <typename T>
 struct BackwardShared {
-  T* delta;     // [B, T, N]: rowsum(dout * out) - dlse
-  T* dq_accum;  // [B, T, N, H]: dq, summed over the tiles of keys
-  // [B, K, tiles of keys]: the number of blocks of query rows that a tile has finished, whether or not it
-  // added to their dq. A tile adds to a block of dq only after all tiles before it, so the order of summation
-  // is fixed.
-  std::atomic<int64_t>* blocks_done;
+  T* delta;                           // [B, T, N]: rowsum(dout * out) - dlse
+  T* dq_accum;                        // [B, T, N, H]: dq, summed over the tiles of keys
+  std::atomic<int64_t>* blocks_done;  // [B, K, tiles of keys]: see Turns
 
   template <typename Storage>
   BackwardShared(const BackwardParams& params, Arena& arena, const Storage*) {
@@ -57,37 +106,29 @@ struct BackwardShared {
   }
 };
 
-// rowsum(dout * out) - dlse for one row of [B, T, N].
+// The product of two rows of [B, T, N, Hv].
 template <typename Storage, typename T = ComputeType<Storage>>
-T Delta(const BackwardParams& params, int64_t row) {
-  const int64_t head_dim_v = params.head_dim_v;
-  const Storage* out = static_cast<const Storage*>(params.out) + row * head_dim_v;
-  const Storage* dout = static_cast<const Storage*>(params.dout) + row * head_dim_v;
+T RowProduct(const void* a, const void* b, int64_t row, int64_t width) {
+  const Storage* a_row = static_cast<const Storage*>(a) + row * width;
+  const Storage* b_row = static_cast<const Storage*>(b) + row * width;
   T sums[kLanes<T>] = {};
-  for (int64_t column = 0; column < head_dim_v; column += kLanes<T>) {
-    const int64_t lanes = std::min(kLanes<T>, head_dim_v - column);
+  for (int64_t column = 0; column < width; column += kLanes<T>) {
+    const int64_t lanes = std::min(kLanes<T>, width - column);
     for (int64_t lane = 0; lane < lanes; ++lane) {
-      sums[lane] += ToCompute(out[column + lane]) * ToCompute(dout[column + lane]);
+      sums[lane] += ToCompute(a_row[column + lane]) * ToCompute(b_row[column + lane]);
     }
   }
-  T delta = 0;
-  for (T sum : sums) delta += sum;
-  if (params.dlse && !std::isinf(static_cast<const T*>(params.lse)[row])) {
-    delta -= static_cast<const T*>(params.dlse)[row];
-  }
-  return delta;
+  T product = 0;
+  for (T sum : sums) product += sum;
+  return product;
 }
 
-// Waits until all tiles before `tile` have finished `block`. All tiles before `first_unfinished`, which only
-// grows, have finished every block. It is not enough to wait for the previous tile, which may have skipped
-// the block without waiting itself.
-inline void WaitForTilesBefore(const std::atomic<int64_t>* blocks_done, int64_t tile, int64_t block,
-                               int64_t& first_unfinished) {
-  for (int64_t before = first_unfinished; before < tile; ++before) {
-    int64_t done;
-    while ((done = blocks_done[before].load(std::memory_order_acquire)) <= block) std::this_thread::yield();
-    if (before == first_unfinished && done == kAllBlocks) ++first_unfinished;
-  }
+// rowsum(dout * out) - dlse for one row of [B, T, N]. The cotangent of an infinite lse is ignored.
+template <typename Storage, typename Params, typename T = ComputeType<Storage>>
+T Delta(const Params& params, int64_t row) {
+  const T delta = RowProduct<Storage>(params.dout, params.out, row, params.head_dim_v);
+  const bool counts = params.dlse && !std::isinf(static_cast<const T*>(params.lse)[row]);
+  return counts ? delta - static_cast<const T*>(params.dlse)[row] : delta;
 }
 
 // Computes delta of the rows [first, end) of [B, T, N] and sets their dq_accum to 0.
@@ -180,14 +221,8 @@ void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, 
   const KeyRows dk(static_cast<Storage*>(params.dk), params, batch, kv_head, head_dim);
   const KeyRows dv(static_cast<Storage*>(params.dv), params, batch, kv_head, head_dim_v);
 
-  std::atomic<int64_t>* blocks_done =
-      shared.blocks_done + (batch * params.num_kv_heads + kv_head) * DivideUp(params.seqlen_kv, kBackwardN);
-  int64_t first_unfinished = 0;  // among the tiles before this one
-  const auto finish_blocks = [&](int64_t count) {
-    HAND_OVER();
-    blocks_done[tile_index].store(count, std::memory_order_release);
-    HAND_OVER();
-  };
+  const int64_t tiles = DivideUp(params.seqlen_kv, kBackwardN);
+  Turns turns(shared.blocks_done + (batch * params.num_kv_heads + kv_head) * tiles, tile_index);
   const Mask mask(params, batch);
   const Pairs<T> pairs(params, batch, kv_head, q.group);
   const int64_t tile = tile_index * kBackwardN;
@@ -212,21 +247,11 @@ void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, 
       const int64_t rows = std::min(kBackwardM, rows_end - block_first);
       if (pairs.may_hide() &&
           !pairs.LoadVisible(block_first, rows, tile, keys, scratch.visible, kBackwardN)) {
-        finish_blocks(block + 1);
+        turns.Finish(block + 1);
         continue;
       }
-      const Range first_keys = mask.KeysOf(block_first / q.group);
-      const Range last_keys = mask.KeysOf((block_first + rows - 1) / q.group);
-      const bool masked = last_keys.first > tile || first_keys.end < tile_end;
-      if (masked) {
-        for (int64_t row = 0; row < rows; ++row) {
-          const Range seen = mask.KeysOf((block_first + row) / q.group);
-          scratch.first[row] = std::clamp<int64_t>(seen.first - tile, 0, keys);
-          scratch.end[row] = std::clamp<int64_t>(seen.end - tile, scratch.first[row], keys);
-          scratch.sees[row] = scratch.first[row] < scratch.end[row];
-        }
-      }
-      const bool* keep = masked ? scratch.sees : nullptr;
+      const bool masked = scratch.seen.Find(mask, q.group, block_first, rows, {tile, tile_end});
+      const bool* keep = masked ? scratch.seen.sees : nullptr;
       const int64_t tile_rows = RoundUp(rows, kRowStep);
       LoadRows(q, block_first, block_first + rows, keep, scratch.q, width, tile_rows);
       LoadRows(dout, block_first, block_first + rows, keep, scratch.dout, width_v, tile_rows);
@@ -243,8 +268,8 @@ void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, 
         RowGradients<T>(pairs,
                         {.row = block_first + row,
                          .first_key = tile,
-                         .first = masked ? scratch.first[row] : 0,
-                         .end = masked ? scratch.end[row] : keys,
+                         .first = scratch.seen.first[row],
+                         .end = scratch.seen.end[row],
                          .visible = scratch.visible + row * kBackwardN,
                          .lse = *lse.Row(block_first + row),
                          .delta = *delta.Row(block_first + row)},
@@ -260,16 +285,16 @@ void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, 
                                                     width, scratch.dq, width);
 
       // ---- Add to dq, after all tiles before this one ----
-      WaitForTilesBefore(blocks_done, tile_index, block, first_unfinished);
+      turns.Wait(block);
       for (int64_t row = 0; row < rows; ++row) {
         T* to = dq.Row(block_first + row);
         const T* from = scratch.dq + row * width;
         for (int64_t column = 0; column < head_dim; ++column) to[column] += scale * from[column];
       }
-      finish_blocks(block + 1);
+      turns.Finish(block + 1);
     }
   }
-  finish_blocks(kAllBlocks);
+  turns.Finish(kAllBlocks);
 
   // ---- Store dk and dv; keys that no query sees get 0 ----
   for (int64_t key = 0; key < std::min(kBackwardN, params.seqlen_kv - tile); ++key) {

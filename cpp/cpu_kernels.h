@@ -12,6 +12,7 @@ struct Kernels {
   bool (*backward)(const BackwardParams& params, ThreadPool& pool);
   bool (*backward_bias)(const BackwardParams& params, ThreadPool& pool);
   bool (*tangent)(const TangentParams& params, ThreadPool& pool);
+  bool (*backward_tangent)(const BackwardTangentParams& params, ThreadPool& pool);
 };
 
 extern const Kernels kBaselineKernels;

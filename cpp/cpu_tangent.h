@@ -76,6 +76,40 @@ void RowProbabilities(const T* s, int64_t keys, T scale, T cap, T lse, T* p, T* 
   }
 }
 
+// How the logits of one batch element move in one direction, before the cap:
+// ts = scale (tq k^T + q tk^T) + tscale q k^T + tbias.
+template <typename T>
+class LogitTangent {
+ public:
+  LogitTangent(const AttentionParams& params, const Directions& directions, int64_t direction, int64_t batch)
+      : scale_(LogitScale<T>(params, batch)),
+        tbias_(directions.tbias[direction]),
+        tslopes_(static_cast<const T*>(directions.talibi_slopes)) {
+    const T* tfactors = static_cast<const T*>(directions.tscale_factor);
+    if (tfactors) tscale_ = static_cast<T>(params.options.scale) * tfactors[direction * params.batch + batch];
+    if (tslopes_) tslopes_ += direction * params.batch * params.num_heads;
+  }
+
+  // One row: ts holds tq k^T + q tk^T, s has q k^T.
+  void Complete(const Pairs<T>& pairs, int64_t row, int64_t first_key, int64_t keys, const T* s,
+                T* ts) const {
+    for (int64_t key = 0; key < keys; ++key) ts[key] *= scale_;
+    if (tscale_ != 0) {
+      for (int64_t key = 0; key < keys; ++key) ts[key] += tscale_ * s[key];
+    }
+    if (tbias_ || tslopes_) {
+      T tbias[kTangentN];
+      pairs.LoadBias(tbias_, tslopes_, row, first_key, keys, tbias);
+      for (int64_t key = 0; key < keys; ++key) ts[key] += tbias[key];
+    }
+  }
+
+ private:
+  T scale_, tscale_ = 0;
+  PairArray tbias_;
+  const T* tslopes_;
+};
+
 // Multiplies ts by the probabilities with the slope, for one row. Returns the sum.
 template <typename T>
 T WeighRow(const T* p_slope, int64_t keys, T* ts) {
@@ -96,7 +130,7 @@ void TangentBlock(const TangentParams& params, int64_t batch, int64_t kv_head, i
                   int64_t first_direction, int64_t directions, const TangentScratch<T>& scratch) {
   const int64_t head_dim = params.head_dim, head_dim_v = params.head_dim_v;
   const int64_t width_v = RoundUp(head_dim_v, kLanes<T>);
-  const T scale = params.options.scale, logit_scale = LogitScale<T>(params, batch);
+  const T logit_scale = LogitScale<T>(params, batch);
   const T cap = params.options.logits_soft_cap;
   const T infinity = std::numeric_limits<T>::infinity();
   // The rows of direction d in a tensor [D, ...] whose directions have `size` elements.
@@ -205,22 +239,10 @@ void TangentBlock(const TangentParams& params, int64_t batch, int64_t kv_head, i
         }
 
         // ---- P tS ----
-        const T* tslopes = static_cast<const T*>(params.talibi_slopes);
-        if (tslopes) tslopes += d * params.batch * params.num_heads;
-        const T* tfactors = static_cast<const T*>(params.tscale_factor);
-        const T tscale = tfactors ? scale * tfactors[d * params.batch + batch] : T(0);
+        const LogitTangent<T> logit_tangent(params, params, d, batch);
         for (int64_t row = 0; row < rows; ++row) {
           T* ts = scratch.ts + row * kTangentN;
-          const T* s = scratch.s + row * kTangentN;
-          for (int64_t key = 0; key < keys; ++key) ts[key] *= logit_scale;
-          if (tfactors) {
-            for (int64_t key = 0; key < keys; ++key) ts[key] += tscale * s[key];
-          }
-          if (params.tbias || tslopes) {
-            T tbias[kTangentN];
-            pairs.LoadBias(params.tbias[d], tslopes, block_first + row, tile, keys, tbias);
-            for (int64_t key = 0; key < keys; ++key) ts[key] += tbias[key];
-          }
+          logit_tangent.Complete(pairs, block_first + row, tile, keys, scratch.s + row * kTangentN, ts);
           HidePairs(scratch, pairs.may_hide(), row, lanes_end, ts);
           scratch.tlse[i * kTangentM + row] += WeighRow(scratch.p_slope + row * kTangentN, keys, ts);
           if (pairs.may_drop()) {

@@ -61,6 +61,7 @@ BEGIN_TARGET(TARGET)
 #include "cpu_backward.h"
 #include "cpu_backward_bias.h"
 #include "cpu_tangent.h"
+#include "cpu_backward_tangent.h"
 // clang-format on
 END_TARGET
 
@@ -83,9 +84,12 @@ bool Forward(const ForwardParams& params, ThreadPool& pool) { DISPATCH_DTYPE(For
 bool Backward(const BackwardParams& params, ThreadPool& pool) { DISPATCH_DTYPE(BackwardAs) }
 bool BackwardBias(const BackwardParams& params, ThreadPool& pool) { DISPATCH_DTYPE(BackwardBiasAs) }
 bool Tangent(const TangentParams& params, ThreadPool& pool) { DISPATCH_DTYPE(TangentAs) }
+bool BackwardTangent(const BackwardTangentParams& params, ThreadPool& pool) {
+  DISPATCH_DTYPE(BackwardTangentAs)
+}
 
 }  // namespace
 
-const Kernels KERNELS = {Forward, Backward, BackwardBias, Tangent};
+const Kernels KERNELS = {Forward, Backward, BackwardBias, Tangent, BackwardTangent};
 
 }  // namespace jax_flash::cpu

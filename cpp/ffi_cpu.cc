@@ -56,6 +56,14 @@ ffi::Error TangentCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi:
   return cpu::Tangent(params, pool) ? ffi::Error::Success() : OutOfMemory();
 }
 
+ffi::Error BackwardTangentCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args,
+                              ffi::RemainingRets results, ffi::Dictionary attributes) {
+  BackwardTangentParams params;
+  RETURN_IF_ERROR(ReadBackwardTangent(args, results, attributes, Platform::kCpu, &params));
+  XlaThreadPool pool(thread_pool);
+  return cpu::BackwardTangent(params, pool) ? ffi::Error::Success() : OutOfMemory();
+}
+
 }  // namespace
 }  // namespace jax_flash
 
@@ -85,4 +93,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashTangentCpu, jax_flash::kGuarded<jax_flash:
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .RemainingArgs()  // q, k, v, out, lse, tangents, optional operands
                                   .RemainingRets()  // tout, tlse
+                                  .Attrs());        // the options, and `operands`
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashBackwardTangentCpu, jax_flash::kGuarded<jax_flash::BackwardTangentCpu>,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .RemainingArgs()  // q, k, v, out, lse, dout, tout, tlse, optional operands
+                                  .RemainingRets()  // tdq, tdk, tdv
                                   .Attrs());        // the options, and `operands`

@@ -126,6 +126,33 @@ ffi::Error ReadOptionalOperands(CallReader& call, std::string_view names, ffi::D
                                      std::string(names) + "\".");
 }
 
+// The first axis of the first result.
+ffi::Error ReadNumDirections(CallReader& call, Directions* directions) {
+  const Dims dims = call.PeekResultDims();
+  directions->num_directions = dims.empty() ? 0 : dims[0];
+  if (directions->num_directions < kMaxSize) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument("jax_flash: the number of directions must be below 2^29, got " +
+                                     std::to_string(directions->num_directions) + ".");
+}
+
+// `dtype`: of q.
+ffi::Error ReadTangents(CallReader& call, std::string_view& names, ffi::DataType dtype,
+                        const AttentionParams& params, Directions* directions) {
+  const ffi::DataType Q = dtype, LSE = LseType(dtype);
+  const DTypes& FLOATING = FloatingTypes();
+  const auto [B, T, N, H] = std::array{params.batch, params.seqlen_q, params.num_heads, params.head_dim};
+  const auto [S, K, Hv] = std::array{params.seqlen_kv, params.num_kv_heads, params.head_dim_v};
+  const int64_t D = directions->num_directions;
+#define TANGENT(type, name, tangent_dtype, ...)                                                \
+  directions->name = {};                                                                       \
+  if (TakeName(names, #name)) {                                                                \
+    RETURN_IF_ERROR(call.TakeArg(#name, tangent_dtype, Dims(__VA_ARGS__), &directions->name)); \
+  }
+#include "tangents.def"
+#undef TANGENT
+  return ffi::Error::Success();
+}
+
 // The sums of dbias: their shape says what each of them is a sum of.
 ffi::Error TakeBiasGradient(CallReader& call, ffi::DataType dtype, BackwardParams* params) {
   ffi::AnyBuffer buffer = NoBuffer();
@@ -214,23 +241,11 @@ ffi::Error ReadTangent(ffi::RemainingArgs args, ffi::RemainingRets results, ffi:
   RETURN_IF_ERROR(call.TakeArg("out", Q, {B, T, N, Hv}, &params->out));
   RETURN_IF_ERROR(call.TakeArg("lse", LSE, {B, T, N}, &params->lse));
 
-  const Dims tout = call.PeekResultDims();
-  const int64_t D = tout.empty() ? 0 : tout[0];
-  if (D >= kMaxSize) {
-    return ffi::Error::InvalidArgument("jax_flash: the number of directions must be below 2^29, got " +
-                                       std::to_string(D) + ".");
-  }
-  params->num_directions = D;
-  const DTypes& FLOATING = FloatingTypes();
-#define TANGENT(type, name, dtype, ...)                                            \
-  params->name = {};                                                               \
-  if (TakeName(operands, #name)) {                                                 \
-    RETURN_IF_ERROR(call.TakeArg(#name, dtype, Dims(__VA_ARGS__), &params->name)); \
-  }
-#include "tangents.def"
-#undef TANGENT
+  RETURN_IF_ERROR(ReadNumDirections(call, params));
+  RETURN_IF_ERROR(ReadTangents(call, operands, Q, *params, params));
   RETURN_IF_ERROR(ReadOptionalOperands(call, operands, Q, params));
 
+  const int64_t D = params->num_directions;
   RETURN_IF_ERROR(call.TakeResult("tout", Q, {D, B, T, N, Hv}, &params->tout));
   RETURN_IF_ERROR(call.TakeResult("tlse", LSE, {D, B, T, N}, &params->tlse));
 
@@ -274,6 +289,37 @@ ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi
   params->lse_log2 = workspace.lse_log2.data;
   params->leaves_dq = params->options.deterministic || workspace.leaves_dq;
   params->dq_accum = workspace.leaves_dq ? nullptr : workspace.dq_accum.data;
+  return call.CheckAllTaken();
+}
+
+ffi::Error ReadBackwardTangent(ffi::RemainingArgs args, ffi::RemainingRets results,
+                               ffi::Dictionary attributes, Platform platform, BackwardTangentParams* params) {
+  CallReader call(platform, args, results);
+  ffi::DataType Q;
+  std::string_view operands;
+  RETURN_IF_ERROR(ReadStart(call, attributes, &operands, &Q, params));
+  RETURN_IF_ERROR(ReadNumDirections(call, params));
+  const auto [B, T, N, H] = std::array{params->batch, params->seqlen_q, params->num_heads, params->head_dim};
+  const auto [S, K, Hv] = std::array{params->seqlen_kv, params->num_kv_heads, params->head_dim_v};
+  const int64_t D = params->num_directions;
+  const ffi::DataType LSE = LseType(Q);
+  RETURN_IF_ERROR(call.TakeArg("out", Q, {B, T, N, Hv}, &params->out));
+  RETURN_IF_ERROR(call.TakeArg("lse", LSE, {B, T, N}, &params->lse));
+  RETURN_IF_ERROR(call.TakeArg("dout", Q, {B, T, N, Hv}, &params->dout));
+  RETURN_IF_ERROR(call.TakeArg("tout", Q, {D, B, T, N, Hv}, &params->tout));
+  RETURN_IF_ERROR(call.TakeArg("tlse", LSE, {D, B, T, N}, &params->tlse));
+  params->dlse = params->tdout = params->tdlse = nullptr;
+  if (TakeName(operands, "dlse")) RETURN_IF_ERROR(call.TakeArg("dlse", LSE, {B, T, N}, &params->dlse));
+  if (TakeName(operands, "tdout")) {
+    RETURN_IF_ERROR(call.TakeArg("tdout", Q, {D, B, T, N, Hv}, &params->tdout));
+  }
+  if (TakeName(operands, "tdlse")) RETURN_IF_ERROR(call.TakeArg("tdlse", LSE, {D, B, T, N}, &params->tdlse));
+  RETURN_IF_ERROR(ReadTangents(call, operands, Q, *params, params));
+  RETURN_IF_ERROR(ReadOptionalOperands(call, operands, Q, params));
+
+  RETURN_IF_ERROR(call.TakeResult("tdq", Q, {D, B, T, N, H}, &params->tdq));
+  RETURN_IF_ERROR(call.TakeResult("tdk", Q, {D, B, S, K, H}, &params->tdk));
+  RETURN_IF_ERROR(call.TakeResult("tdv", Q, {D, B, S, K, Hv}, &params->tdv));
   return call.CheckAllTaken();
 }
 

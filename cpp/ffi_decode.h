@@ -8,10 +8,11 @@
 namespace jax_flash {
 
 enum class Pass {
-  kForward,       // out, lse
-  kBackward,      // dq, dk, dv
-  kBackwardBias,  // sums of dbias
-  kTangent,       // tout, tlse
+  kForward,          // out, lse
+  kBackward,         // dq, dk, dv
+  kBackwardBias,     // sums of dbias
+  kTangent,          // tout, tlse
+  kBackwardTangent,  // tdq, tdk, tdv
 };
 
 ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary attributes,
@@ -23,5 +24,8 @@ ffi::Error ReadTangent(ffi::RemainingArgs args, ffi::RemainingRets results, ffi:
 // `pass`: kBackward or kBackwardBias.
 ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary attributes,
                         Platform platform, Pass pass, BackwardParams* params);
+
+ffi::Error ReadBackwardTangent(ffi::RemainingArgs args, ffi::RemainingRets results,
+                               ffi::Dictionary attributes, Platform platform, BackwardTangentParams* params);
 
 }  // namespace jax_flash

@@ -4,6 +4,7 @@
 #include "xla/ffi/api/c_api.h"
 
 extern "C" {
-XLA_FFI_Handler JaxFlashForwardCpu, JaxFlashBackwardCpu, JaxFlashBackwardBiasCpu, JaxFlashTangentCpu;
+XLA_FFI_Handler JaxFlashForwardCpu, JaxFlashBackwardCpu, JaxFlashBackwardBiasCpu, JaxFlashTangentCpu,
+    JaxFlashBackwardTangentCpu;
 XLA_FFI_Handler JaxFlashForwardCuda, JaxFlashBackwardCuda, JaxFlashBackwardBiasCuda, JaxFlashTangentCuda;
 }

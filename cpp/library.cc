@@ -19,6 +19,7 @@ const Handler kHandlers[] = {
     {"cpu", "jax_flash_backward", reinterpret_cast<void*>(JaxFlashBackwardCpu)},
     {"cpu", "jax_flash_backward_bias", reinterpret_cast<void*>(JaxFlashBackwardBiasCpu)},
     {"cpu", "jax_flash_tangent", reinterpret_cast<void*>(JaxFlashTangentCpu)},
+    {"cpu", "jax_flash_backward_tangent", reinterpret_cast<void*>(JaxFlashBackwardTangentCpu)},
 #ifdef JAX_FLASH_WITH_CUDA
     {"CUDA", "jax_flash_forward", reinterpret_cast<void*>(JaxFlashForwardCuda)},
     {"CUDA", "jax_flash_backward", reinterpret_cast<void*>(JaxFlashBackwardCuda)},

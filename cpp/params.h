@@ -110,23 +110,27 @@ struct ForwardParams : AttentionParams {
   void* lse;  // [B, T, N], float32 (float64 for float64); -inf or the sink for a fully masked row
 };
 
-// The derivative of out and lse in D directions: each tensor below that has D holds one array for each of
-// them.
-struct TangentParams : AttentionParams {
+// D directions, for passes that differentiate in each of them. Their results and arguments that have D hold
+// one array for each.
+struct Directions {
   int64_t num_directions;  // D
-  const void* out;         // [B, T, N, Hv]
-  const void* lse;         // [B, T, N], as the forward kernel wrote it
 
-  // The directions; null: zero. The caller adds what sinks contribute.
+  // The tangents; null: zero. The caller adds what sinks contribute.
 #define TANGENT(type, name, ...) type name;
 #include "tangents.def"
 #undef TANGENT
 
-  void* tout;  // [D, B, T, N, Hv]
-  void* tlse;  // [D, B, T, N], lse's dtype
-
   // Do the logits move, and not only the values?
   JAX_FLASH_INLINE bool moves_logits() const { return tq || tk || tscale_factor || tbias || talibi_slopes; }
+};
+
+// The derivatives of out and lse.
+struct TangentParams : AttentionParams, Directions {
+  const void* out;  // [B, T, N, Hv]
+  const void* lse;  // [B, T, N], as the forward kernel wrote it
+
+  void* tout;  // [D, B, T, N, Hv]
+  void* tlse;  // [D, B, T, N], lse's dtype
 };
 
 struct BackwardParams : AttentionParams {
@@ -155,6 +159,22 @@ struct BackwardParams : AttentionParams {
   // Whether a separate kernel computes dq, which needs no sums in memory: if deterministic, or if the caller
   // gave no room for the sums.
   bool leaves_dq;
+};
+
+// The derivatives of dq, dk and dv, which are computed again as far as they are needed.
+struct BackwardTangentParams : AttentionParams, Directions {
+  const void* out;    // [B, T, N, Hv]
+  const void* lse;    // [B, T, N], as the forward kernel wrote it
+  const void* dout;   // [B, T, N, Hv]
+  const void* dlse;   // [B, T, N], lse's dtype; null: zero
+  const void* tout;   // [D, B, T, N, Hv]: the derivative of out, with what sinks contribute
+  const void* tlse;   // [D, B, T, N], lse's dtype
+  const void* tdout;  // [D, B, T, N, Hv]; null: zero
+  const void* tdlse;  // [D, B, T, N], lse's dtype; null: zero
+
+  void* tdq;  // [D, B, T, N, H]
+  void* tdk;  // [D, B, S, K, H]
+  void* tdv;  // [D, B, S, K, Hv]
 };
 
 }  // namespace jax_flash

@@ -561,18 +561,17 @@ def _without_kernels(compute: Callable) -> dict[str, Callable]:
 _forward_p = _define_pass(_FORWARD, forward_avals, **_KERNELS)
 _backward_p = _define_pass(_BACKWARD, _backward_avals, **_KERNELS)
 _backward_bias_p = _define_pass(_BACKWARD_BIAS, _backward_bias_avals, **_KERNELS)
-_tangent_p = _define_pass(
-    _TANGENT,
-    functools.partial(_tangent_avals, _TANGENT),
-    **_KERNELS,
-)
+_tangent_p = _define_pass(_TANGENT, functools.partial(_tangent_avals, _TANGENT), **_KERNELS)
 _second_tangent_p = _define_pass(
     _SECOND_TANGENT,
     functools.partial(_tangent_avals, _SECOND_TANGENT),
     **_without_kernels(_blocked.second_tangent),
 )
 _backward_tangent_p = _define_pass(
-    _BACKWARD_TANGENT, _backward_tangent_avals, **_without_kernels(_blocked.backward_tangent)
+    _BACKWARD_TANGENT,
+    _backward_tangent_avals,
+    cpu=_lower_cpu,
+    cuda=functools.partial(_lower_blocked, _blocked.backward_tangent),
 )
 _backward_bias_tangent_p = _define_pass(
     _BACKWARD_BIAS_TANGENT,

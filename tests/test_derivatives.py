@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jax_flash
+from jax_flash import _blocked, _primitives
 
 _DIFFERENTIABLE = ("bias", "alibi", "sinks")
 BY_NAME = {case.name: case for case in CASES}
@@ -165,6 +166,7 @@ SECOND_ORDER = [
     "dropout, lengths, sinks",
     "values wider",
     "tiles, bias",
+    "tiles, mask",
     "bias, one query",
     "bias, one key",
     "alibi",
@@ -188,6 +190,29 @@ def test_second_order_is_close_to_exact(name, how, platform):
     got = evaluate(composition, f, point, dtype)
     want = evaluate_exactly(composition, case, point, dtype)
     assert_all_close(got, want, case, kind)
+
+
+@pytest.fixture
+def blocks(monkeypatch) -> list:
+    """Has the derivative of the gradient computed in plain JAX, as on a GPU, and counts how often."""
+    calls = []
+
+    def backward_tangent(*args):
+        calls.append(args)
+        return _blocked.backward_tangent(*args)
+
+    monkeypatch.setattr(_primitives, "backward_tangent", backward_tangent)
+    return calls
+
+
+@pytest.mark.parametrize("name", quick.rows(SECOND_ORDER, quick=["everything at once"]))
+def test_second_order_in_blocks(name, blocks):
+    case = BY_NAME[name]
+    dtype, precision, kind = harness.KINDS["cpu"][-1]
+    point = point_of(case, dtype)
+    got = evaluate(gradient_tangent, fused(case, dtype, precision=precision), point, dtype)
+    assert blocks
+    assert_all_close(got, evaluate_exactly(gradient_tangent, case, point, dtype), case, kind)
 
 
 @pytest.mark.parametrize(("name", "how"), quick.in_turn(["full", "everything"], COMPOSITIONS))
@@ -472,6 +497,15 @@ def gradient_and_tangents(attend, **options):
 
 
 def test_nothing_leaks_from_beyond_the_lengths(platform):
+    check_that_nothing_leaks()
+
+
+def test_nothing_leaks_from_beyond_the_lengths_in_blocks(blocks):
+    check_that_nothing_leaks()
+    assert blocks
+
+
+def check_that_nothing_leaks():
     options = LENGTHS | dict(scale=jnp.float32(0.5))
     primals = [x.copy() for x in QKV]
     want = gradient_and_tangents(attention, **options)(primals, primals)

@@ -415,6 +415,18 @@ def test_hidden_tiles_do_not_change_the_order(hidden_by, platform):
             np.testing.assert_array_equal(x, y, err_msg=name)
 
 
+def test_second_derivatives_have_one_order_of_summation(platform):
+    tile, tiles, length = 96, 64, 48
+    mask = np.broadcast_to(np.arange(tile * tiles) // tile % 2 == 0, (1, 1, length, tile * tiles))
+    sizes = [(1, length, 1, 8), (1, tile * tiles, 1, 8), (1, tile * tiles, 1, 8)]
+    args = [jnp.asarray(random(*size, seed=seed), jnp.float32) for seed, size in enumerate(sizes)]
+    gradient = jax.grad(lambda *x: jnp.sum(jax_flash.flash_attention(*x, mask=mask) ** 2), (0, 1, 2))
+    f = jax.jit(lambda *x: jax.jvp(gradient, x, x)[1])
+    want = f(*args)
+    for _ in range(200):
+        jax.tree.map(np.testing.assert_array_equal, f(*args), want)
+
+
 # T, S, N, K, H, Hv and options
 REPEATED = [
     (300, 300, 16, 16, 64, 64, dict(is_causal=True)),

@@ -204,18 +204,32 @@ def test_bad_call_for_the_gradient_of_a_bias(row, platform):
     assert_alive(platform)
 
 
-TANGENTS = {"tq": (3, 2, 4, 6, 8), "tk": (3, 2, 5, 3, 8), "tv": (3, 2, 5, 3, 16), "tbias": (3, 1, 6, 1, 5)}
-TANGENT_RESULTS = {"tout": (3, 2, 4, 6, 16), "tlse": (3, 2, 4, 6)}
+D = 3  # directions
+TANGENT_SHAPES = SHAPES | {
+    "tq": (D, 2, 4, 6, 8),
+    "tk": (D, 2, 5, 3, 8),
+    "tv": (D, 2, 5, 3, 16),
+    "tbias": (D, 1, 6, 1, 5),
+    "tout": (D, 2, 4, 6, 16),
+    "tlse": (D, 2, 4, 6),
+}
+TANGENT_SHAPES |= {f"td{name}": TANGENT_SHAPES[f"t{name}"] for name in ("q", "k", "v", "out", "lse")}
+# By target: required arguments, operands, results.
+DIRECTED = {
+    "tangent": ("q k v out lse", "tq tk tv tbias", "tout tlse"),
+    "backward_tangent": ("q k v out lse dout tout tlse", "tdout tdlse tq tk tv tbias", "tdq tdk tdv"),
+}
 
 
-def call_tangent(*, operands: str = "tq,tk,tv,tbias", replace=None, drop=0, drop_results=0):
-    """Calls the target with zeros and three directions; `replace` changes shapes by name."""
-    shapes = SHAPES | TANGENTS | TANGENT_RESULTS | (replace or {})
-    names = ["q", "k", "v", "out", "lse", *TANGENTS]
-    args = [jnp.zeros(shapes[name], F32) for name in names[: len(names) - drop]]
-    results = [jax.ShapeDtypeStruct(shapes[name], F32) for name in TANGENT_RESULTS][: 2 - drop_results]
-    f = jax.ffi.ffi_call("jax_flash_tangent", results)
-    return jax.block_until_ready(jax.jit(lambda *args: f(*args, **OPTIONS | dict(operands=operands)))(*args))
+def call_tangent(target, *, rename=("", ""), replace=None, drop=0, drop_results=0):
+    """Calls the target with zeros; `replace` changes shapes by name, `rename` the attribute `operands`."""
+    required, optional, results = map(str.split, DIRECTED[target])
+    shapes = TANGENT_SHAPES | (replace or {})
+    args = [jnp.zeros(shapes[name], F32) for name in [*required, *optional]]
+    types = [jax.ShapeDtypeStruct(shapes[name], F32) for name in results]
+    f = jax.ffi.ffi_call(f"jax_flash_{target}", types[: len(types) - drop_results])
+    attributes = OPTIONS | dict(operands=",".join(optional).replace(*rename))
+    return jax.block_until_ready(jax.jit(lambda *args: f(*args, **attributes))(*args[: len(args) - drop]))
 
 
 BAD_TANGENT = {
@@ -226,20 +240,30 @@ BAD_TANGENT = {
         r"tbias must be broadcastable to \[3, 2, 6, 4, 5\]",
     ),
     "a bias without directions": (dict(replace={"tbias": (1, 6, 1, 5)}), "tbias must be broadcastable"),
-    "results of other directions": (dict(replace={"tlse": (2, 2, 4, 6)}), "tlse must be float32 of shape"),
+    "lse of other directions": (dict(replace={"tlse": (2, 2, 4, 6)}), "tlse must be float32 of shape"),
     "a tangent is missing": (dict(drop=1), "no argument for tbias"),
-    "a result is missing": (dict(drop_results=1), "no result for tlse"),
-    "an unknown tangent": (dict(operands="tq,tk,tv,tmask"), "unknown or misplaced name"),
-    "tangents in another order": (dict(operands="tk,tq,tv,tbias"), "tk must be float32 of shape"),
+    "a result is missing": (dict(drop_results=1), "no result for (tlse|tdv)"),
+    "an unknown tangent": (dict(rename=("tbias", "tmask")), "unknown or misplaced name"),
+    "tangents in another order": (dict(rename=("tq,tk", "tk,tq")), "tk must be float32 of shape"),
 }
+BAD_GRADIENT_TANGENT = {
+    "the output without directions": (dict(replace={"tout": (2, 4, 6, 16)}), "tout must be float32 of shape"),
+    "a cotangent for one direction": (dict(replace={"tdout": (1, 2, 4, 6, 16)}), "tdout must be float32 of"),
+    "heads first": (dict(replace={"tdlse": (D, 2, 6, 4)}), "tdlse must be float32 of shape"),
+    "a result of other directions": (dict(replace={"tdk": (2, 2, 5, 3, 8)}), "tdk must be float32 of shape"),
+}
+BAD_DIRECTED = [
+    pytest.param(target, *row, id=f"{target}, {name}")
+    for target, rows in (("tangent", BAD_TANGENT), ("backward_tangent", BAD_TANGENT | BAD_GRADIENT_TANGENT))
+    for name, row in rows.items()
+]
 
 
-@pytest.mark.parametrize("row", BAD_TANGENT.values(), ids=BAD_TANGENT.keys())
-def test_bad_tangent_call(row):
-    changes, message = row
+@pytest.mark.parametrize(("target", "changes", "message"), BAD_DIRECTED)
+def test_bad_tangent_call(target, changes, message):
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        call_tangent(**changes)
-    for x in call_tangent():
+        call_tangent(target, **changes)
+    for x in call_tangent(target):
         np.testing.assert_array_equal(x, 0.0)
 
 
@@ -324,8 +348,8 @@ def test_more_than_the_cuda_kernels_do(target, cuda):
 
 
 def test_names_of_the_targets():
-    names = ("jax_flash_backward", "jax_flash_backward_bias", "jax_flash_forward", "jax_flash_tangent")
-    assert jax_flash.ffi_targets() == names
+    passes = ("backward", "backward_bias", "backward_tangent", "forward", "tangent")
+    assert jax_flash.ffi_targets() == tuple(f"jax_flash_{name}" for name in passes)
 
 
 OTHER_WORKSPACES = {

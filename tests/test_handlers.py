@@ -28,6 +28,7 @@ def test_alignment_workspace_and_exceptions(tmp_path):
 
 @pytest.mark.parametrize("name", ["ffi_cpu.cc", "ffi_cuda.cc"])
 def test_every_handler_is_guarded(name):
-    handlers = re.findall(r"XLA_FFI_DEFINE_HANDLER_SYMBOL\(\w+, ([^,]*),", (CPP / name).read_text())
-    assert len(handlers) == 4
+    text = (CPP / name).read_text()
+    handlers = re.findall(r"XLA_FFI_DEFINE_HANDLER_SYMBOL\(\w+,\s*([^,]*),", text)
+    assert len(handlers) == text.count("XLA_FFI_DEFINE_HANDLER_SYMBOL") > 0
     assert all(handler.startswith("jax_flash::kGuarded<") for handler in handlers)

@@ -24,6 +24,8 @@ namespace sanitize_cpu {
 
 using jax_flash::AttentionParams;
 using jax_flash::BackwardParams;
+using jax_flash::BackwardTangentParams;
+using jax_flash::Directions;
 using jax_flash::DType;
 using jax_flash::ForwardParams;
 using jax_flash::PairArray;
@@ -204,17 +206,20 @@ class Call {
     dout_ = arrays_.Normal(p.dtype, b * t * n * p.head_dim_v);
     dlse_ = Chance(2) ? arrays_.Normal(stats_dtype(), b * t * n) : nullptr;
 
-    const int64_t d = tangent_.num_directions = 1 + random_() % 10;  // one or two work items
-    if (Chance(2)) tangent_.tq = arrays_.Normal(p.dtype, d * b * t * n * p.head_dim);
-    if (Chance(2)) tangent_.tk = arrays_.Normal(p.dtype, d * b * s * k * p.head_dim);
-    if (Chance(2)) tangent_.tv = arrays_.Normal(p.dtype, d * b * s * k * p.head_dim_v);
-    if (p.scale_factor) tangent_.tscale_factor = arrays_.Normal(stats_dtype(), d * b);
-    if (p.alibi_slopes) tangent_.talibi_slopes = arrays_.Normal(stats_dtype(), d * b * n);
+    const int64_t d = directions_.num_directions =
+        1 + random_() % 10;  // one or two work items of the tangent
+    if (Chance(2)) tdout_ = arrays_.Normal(p.dtype, d * b * t * n * p.head_dim_v);
+    if (Chance(2)) tdlse_ = arrays_.Normal(stats_dtype(), d * b * t * n);
+    if (Chance(2)) directions_.tq = arrays_.Normal(p.dtype, d * b * t * n * p.head_dim);
+    if (Chance(2)) directions_.tk = arrays_.Normal(p.dtype, d * b * s * k * p.head_dim);
+    if (Chance(2)) directions_.tv = arrays_.Normal(p.dtype, d * b * s * k * p.head_dim_v);
+    if (p.scale_factor) directions_.tscale_factor = arrays_.Normal(stats_dtype(), d * b);
+    if (p.alibi_slopes) directions_.talibi_slopes = arrays_.Normal(stats_dtype(), d * b * n);
     if (p.bias) {
       int64_t elements = 1;
       for (int64_t size : bias_sizes_) elements *= size;
-      tangent_.tbias = {p.bias, elements * SizeOf(p.bias.dtype)};
-      tangent_.tbias.first.data = arrays_.Normal(p.bias.dtype, d * elements);
+      directions_.tbias = {p.bias, elements * SizeOf(p.bias.dtype)};
+      directions_.tbias.first.data = arrays_.Normal(p.bias.dtype, d * elements);
     }
   }
 
@@ -224,7 +229,7 @@ class Call {
     const int64_t rows = p.batch * p.seqlen_q * p.num_heads, keys = p.batch * p.seqlen_kv * p.num_kv_heads;
     const int64_t size = SizeOf(p.dtype), stats_size = SizeOf(stats_dtype());
     Results results;
-    results.buffers.reserve(8);
+    results.buffers.reserve(11);
     ForwardParams forward = {};
     static_cast<AttentionParams&>(forward) = p;
     forward.out = results.Add(rows * p.head_dim_v * size, fill);
@@ -232,8 +237,9 @@ class Call {
     Threads pool(threads);
     Check(jax_flash::cpu::Forward(forward, pool, set));
 
-    TangentParams tangent = tangent_;
+    TangentParams tangent = {};
     static_cast<AttentionParams&>(tangent) = p;
+    static_cast<Directions&>(tangent) = directions_;
     tangent.out = forward.out;
     tangent.lse = forward.lse;
     tangent.tout = results.Add(tangent.num_directions * rows * p.head_dim_v * size, fill);
@@ -250,6 +256,23 @@ class Call {
     backward.dk = results.Add(keys * p.head_dim * size, fill);
     backward.dv = results.Add(keys * p.head_dim_v * size, fill);
     Check(jax_flash::cpu::Backward(backward, pool, set));
+
+    BackwardTangentParams backward_tangent = {};
+    static_cast<AttentionParams&>(backward_tangent) = p;
+    static_cast<Directions&>(backward_tangent) = directions_;
+    const int64_t directions = directions_.num_directions;
+    backward_tangent.out = forward.out;
+    backward_tangent.lse = forward.lse;
+    backward_tangent.dout = dout_;
+    backward_tangent.dlse = dlse_;
+    backward_tangent.tout = tangent.tout;
+    backward_tangent.tlse = tangent.tlse;
+    backward_tangent.tdout = tdout_;
+    backward_tangent.tdlse = tdlse_;
+    backward_tangent.tdq = results.Add(directions * rows * p.head_dim * size, fill);
+    backward_tangent.tdk = results.Add(directions * keys * p.head_dim * size, fill);
+    backward_tangent.tdv = results.Add(directions * keys * p.head_dim_v * size, fill);
+    Check(jax_flash::cpu::BackwardTangent(backward_tangent, pool, set));
 
     if (!p.bias && !p.alibi_slopes) return results;
     const bool has_pairs = p.bias && bias_sizes_[2] == p.seqlen_q && bias_sizes_[3] == p.seqlen_kv;
@@ -278,10 +301,12 @@ class Call {
   Random random_;
   Arrays arrays_;
   AttentionParams params_;
-  TangentParams tangent_ = {};
+  Directions directions_ = {};
   std::vector<int64_t> bias_sizes_;
   const void* dout_;
   const void* dlse_;
+  const void* tdout_ = nullptr;
+  const void* tdlse_ = nullptr;
 };
 
 }  // namespace sanitize_cpu
