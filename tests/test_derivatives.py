@@ -171,6 +171,17 @@ SECOND_ORDER = [
     "bias, one key",
     "alibi",
 ]
+QUICK_SECOND_ORDER = [
+    "full",
+    "everything",
+    "everything at once",
+    "bias, soft cap",
+    "alibi, causal, offset",
+    "segments, lengths, sinks",
+    "dropout, lengths, sinks",
+    "values wider",
+    "tiles, mask",
+]
 COMPOSITIONS = {
     "gradient of tangent": (tangent_gradient, True),
     "tangent of tangent": (second_tangent, True),
@@ -181,7 +192,7 @@ COMPOSITIONS = {
 }
 
 
-@pytest.mark.parametrize(("name", "how"), quick.in_turn(SECOND_ORDER, COMPOSITIONS))
+@pytest.mark.parametrize(("name", "how"), quick.in_turn(SECOND_ORDER, COMPOSITIONS, QUICK_SECOND_ORDER))
 def test_second_order_is_close_to_exact(name, how, platform):
     case, (composition, forward_mode) = BY_NAME[name], how
     dtype, precision, kind = harness.KINDS[platform][-1]
@@ -454,6 +465,7 @@ def test_checkpoint_names_spare_the_second_forward_pass(forward_mode, platform):
 
 def test_only_sinks_move(platform):
     def along_sinks(attend):
+        @jax.jit
         def f(q, sinks):
             return loss(functools.partial(attend, sinks=sinks), q, *QKV[1:])
 
@@ -637,7 +649,7 @@ def test_shard_map(forward_mode):
     assert_trees_close(got, want, atol=1e-3)
 
 
-@pytest.mark.parametrize("is_jitted", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize("is_jitted", quick.rows({"jit": True, "eager": False}, quick=["jit"]))
 @BOTH_LINKS
 def test_explicit_sharding(forward_mode, is_jitted):
     devices = jax.devices("cpu")

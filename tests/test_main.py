@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
+import quick
 
 import jax_flash
 from jax_flash._command_line import arguments, check, devices, measure, progress
@@ -168,7 +169,7 @@ def test_as_a_program():
     assert re.findall(r"[^\n -~]", printed) == []
 
 
-@pytest.mark.parametrize("columns", [80, 50])
+@pytest.mark.parametrize("columns", quick.rows([80, 50], quick=[50]))
 def test_on_a_terminal(columns):
     """Progress is one line that is rewritten, shorter than the terminal is wide, and gone at the end."""
     ours, theirs = pty.openpty()

@@ -57,7 +57,7 @@ def run_pytest(*arguments: str, cwd: pathlib.Path) -> tuple[str, list[str]]:
 
 @pytest.mark.parametrize("kind", range(4))
 def test_every_option_runs_in_every_dtype(kind):
-    """The table of cases also gives pairs of options in bfloat16 and float32."""
+    """The table of cases also gives pairs of options, which run in bfloat16 or float32."""
     kept = [row.values for row in quick.cases_and_kinds(CASES) if quick.EXHAUSTIVE not in row.marks]
     assert {case for case, _ in kept} == set(CASES)
     options = {name for case, k in kept if k == kind for name, _ in case.options}
