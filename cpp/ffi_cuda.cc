@@ -10,6 +10,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 using jax_flash::BackwardParams;
+using jax_flash::BackwardTangentParams;
 using jax_flash::ForwardParams;
 using jax_flash::TangentParams;
 
@@ -37,6 +38,14 @@ ffi::Error tangent(cudaStream_t stream, int32_t device, ffi::RemainingArgs args,
   TangentParams params;
   RETURN_IF_ERROR(jax_flash::ReadTangent(args, results, attributes, jax_flash::Platform::kCuda, &params));
   return status(jax_flash::cuda::run_tangent(params, stream, device));
+}
+
+ffi::Error backward_tangent(cudaStream_t stream, int32_t device, ffi::RemainingArgs args,
+                            ffi::RemainingRets results, ffi::Dictionary attributes) {
+  BackwardTangentParams params;
+  RETURN_IF_ERROR(
+      jax_flash::ReadBackwardTangent(args, results, attributes, jax_flash::Platform::kCuda, &params));
+  return status(jax_flash::cuda::run_backward_tangent(params, stream, device));
 }
 
 ffi::Error backward_bias(cudaStream_t stream, int32_t device, ffi::RemainingArgs args,
@@ -79,6 +88,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashBackwardBiasCuda, jax_flash::kGuarded<back
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashTangentCuda, jax_flash::kGuarded<tangent>,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashBackwardTangentCuda, jax_flash::kGuarded<backward_tangent>,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()

@@ -223,7 +223,7 @@ ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi:
   RETURN_IF_ERROR(call.TakeResult("lse", LseType(dtype), {B, T, N}, &params->lse));
 
   Workspace workspace;
-  RETURN_IF_ERROR(TakeWorkspace(call, Pass::kForward, *params, &workspace));
+  RETURN_IF_ERROR(TakeWorkspace(call, Pass::kForward, *params, 1, &workspace));
   params->tile_counter = workspace.tile_counter.data;
   params->visible = VisibilityOf(workspace, params->mask);
   return call.CheckAllTaken();
@@ -250,7 +250,7 @@ ffi::Error ReadTangent(ffi::RemainingArgs args, ffi::RemainingRets results, ffi:
   RETURN_IF_ERROR(call.TakeResult("tlse", LSE, {D, B, T, N}, &params->tlse));
 
   Workspace workspace;
-  RETURN_IF_ERROR(TakeWorkspace(call, Pass::kTangent, *params, &workspace));
+  RETURN_IF_ERROR(TakeWorkspace(call, Pass::kTangent, *params, D, &workspace));
   params->visible = VisibilityOf(workspace, params->mask);
   return call.CheckAllTaken();
 }
@@ -282,7 +282,7 @@ ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi
   }
 
   Workspace workspace;
-  RETURN_IF_ERROR(TakeWorkspace(call, pass, *params, &workspace));
+  RETURN_IF_ERROR(TakeWorkspace(call, pass, *params, 1, &workspace));
   params->tile_counter = workspace.tile_counter.data;
   params->visible = VisibilityOf(workspace, params->mask);
   params->delta = workspace.delta.data;
@@ -320,6 +320,14 @@ ffi::Error ReadBackwardTangent(ffi::RemainingArgs args, ffi::RemainingRets resul
   RETURN_IF_ERROR(call.TakeResult("tdq", Q, {D, B, T, N, H}, &params->tdq));
   RETURN_IF_ERROR(call.TakeResult("tdk", Q, {D, B, S, K, H}, &params->tdk));
   RETURN_IF_ERROR(call.TakeResult("tdv", Q, {D, B, S, K, Hv}, &params->tdv));
+
+  Workspace workspace;
+  RETURN_IF_ERROR(TakeWorkspace(call, Pass::kBackwardTangent, *params, D, &workspace));
+  params->tile_counter = nullptr;
+  params->visible = VisibilityOf(workspace, params->mask);
+  params->delta = workspace.delta.data;
+  params->lse_log2 = workspace.lse_log2.data;
+  params->row_tangents = workspace.row_tangents.data;
   return call.CheckAllTaken();
 }
 

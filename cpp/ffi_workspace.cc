@@ -11,17 +11,19 @@ ffi::Error Take(CallReader& call, const char* name, const Dims& dims, WorkspaceA
 
 }  // namespace
 
-ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& params, Workspace* workspace) {
+ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& params, int64_t num_directions,
+                         Workspace* workspace) {
   if (!call.is_for_cuda()) return ffi::Error::Success();
 
   // The names of workspace.def. Python has the same: `Call` of jax_flash/_workspace.py.
   const bool is_backward = pass == Pass::kBackward;
-  const bool is_gradient = is_backward || pass == Pass::kBackwardBias;
+  const bool is_backward_tangent = pass == Pass::kBackwardTangent;
+  const bool is_gradient = is_backward || pass == Pass::kBackwardBias || is_backward_tangent;
   const bool is_16_bit = params.dtype == DType::kFloat16 || params.dtype == DType::kBFloat16;
   const bool is_deterministic = params.options.deterministic;
   const bool has_mask = !!params.mask, has_segments = params.has_segments();
   const int64_t B = params.batch, N = params.num_heads, T = params.seqlen_q, S = params.seqlen_kv;
-  const int64_t H = params.head_dim;
+  const int64_t H = params.head_dim, D = num_directions;
   const PairArray& mask = params.mask;  // with strides of 0 where it is broadcast or absent
   const int64_t B_mask = mask.batch_stride ? B : 1, N_mask = mask.head_stride ? N : 1;
   const int64_t T_mask = mask.row_stride ? T : 1, S_mask = mask.key_stride ? S : 1;

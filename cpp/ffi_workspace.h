@@ -25,7 +25,8 @@ struct Workspace {
 };
 
 // Takes the workspace of a call, whose own results were taken before. Takes nothing for the CPU.
-ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& params, Workspace* workspace);
+ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& params, int64_t num_directions,
+                         Workspace* workspace);
 
 // `size` rows or keys in blocks of kVisibilityBlock.
 inline int64_t NumBlocks(int64_t size) { return (size + kVisibilityBlock - 1) / kVisibilityBlock; }

@@ -6,5 +6,6 @@
 extern "C" {
 XLA_FFI_Handler JaxFlashForwardCpu, JaxFlashBackwardCpu, JaxFlashBackwardBiasCpu, JaxFlashTangentCpu,
     JaxFlashBackwardTangentCpu;
-XLA_FFI_Handler JaxFlashForwardCuda, JaxFlashBackwardCuda, JaxFlashBackwardBiasCuda, JaxFlashTangentCuda;
+XLA_FFI_Handler JaxFlashForwardCuda, JaxFlashBackwardCuda, JaxFlashBackwardBiasCuda, JaxFlashTangentCuda,
+    JaxFlashBackwardTangentCuda;
 }

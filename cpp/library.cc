@@ -25,6 +25,7 @@ const Handler kHandlers[] = {
     {"CUDA", "jax_flash_backward", reinterpret_cast<void*>(JaxFlashBackwardCuda)},
     {"CUDA", "jax_flash_backward_bias", reinterpret_cast<void*>(JaxFlashBackwardBiasCuda)},
     {"CUDA", "jax_flash_tangent", reinterpret_cast<void*>(JaxFlashTangentCuda)},
+    {"CUDA", "jax_flash_backward_tangent", reinterpret_cast<void*>(JaxFlashBackwardTangentCuda)},
 #endif
 };
 

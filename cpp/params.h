@@ -161,12 +161,9 @@ struct BackwardParams : AttentionParams {
   bool leaves_dq;
 };
 
-// The derivatives of dq, dk and dv, which are computed again as far as they are needed.
-struct BackwardTangentParams : AttentionParams, Directions {
-  const void* out;    // [B, T, N, Hv]
-  const void* lse;    // [B, T, N], as the forward kernel wrote it
-  const void* dout;   // [B, T, N, Hv]
-  const void* dlse;   // [B, T, N], lse's dtype; null: zero
+// The derivatives of dq, dk and dv. Of BackwardParams it has the arguments, and delta and lse_log2 of the
+// workspace.
+struct BackwardTangentParams : BackwardParams, Directions {
   const void* tout;   // [D, B, T, N, Hv]: the derivative of out, with what sinks contribute
   const void* tlse;   // [D, B, T, N], lse's dtype
   const void* tdout;  // [D, B, T, N, Hv]; null: zero
@@ -175,6 +172,9 @@ struct BackwardTangentParams : AttentionParams, Directions {
   void* tdq;  // [D, B, T, N, H]
   void* tdk;  // [D, B, S, K, H]
   void* tdv;  // [D, B, S, K, Hv]
+
+  // Workspace of the CUDA kernels: tlse and the derivative of delta, in delta's order.
+  float* row_tangents;
 };
 
 }  // namespace jax_flash

@@ -11,6 +11,7 @@
 #include "sm80/backward.cuh"
 #include "sm80/backward_bias.cuh"
 #include "sm80/backward_dq.cuh"
+#include "sm80/backward_tangent.cuh"
 #include "sm80/forward.cuh"
 #include "sm80/tangent.cuh"
 #include "sm90/backward.cuh"
@@ -30,7 +31,7 @@
 namespace jax_flash::cuda {
 namespace {
 
-enum class Direction { forward, backward, backward_dq, backward_bias, tangent };
+enum class Direction { forward, backward, backward_dq, backward_bias, tangent, backward_tangent };
 enum class Arithmetic { bfloat16, float16, tf32, tf32x3 };
 
 struct Kernel {
@@ -190,6 +191,15 @@ std::string run_tangent(const TangentParams& params, cudaStream_t stream, int de
   if (const Status status = launch_visibility(params, context); status.failed())
     return describe(status.error());
   return run_kernel(Direction::tangent, params, context);
+}
+
+std::string run_backward_tangent(const BackwardTangentParams& params, cudaStream_t stream, int device) {
+  const DeviceGuard guard(device);
+  Context context;
+  if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
+  if (const Status status = launch_visibility(params, context); status.failed())
+    return describe(status.error());
+  return run_kernel(Direction::backward_tangent, params, context);
 }
 
 std::string run_backward_bias(const BackwardParams& params, cudaStream_t stream, int device) {

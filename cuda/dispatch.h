@@ -15,6 +15,7 @@ namespace jax_flash::cuda {
 std::string run_forward(const ForwardParams& params, cudaStream_t stream, int device);
 std::string run_backward(const BackwardParams& params, cudaStream_t stream, int device);
 std::string run_tangent(const TangentParams& params, cudaStream_t stream, int device);
+std::string run_backward_tangent(const BackwardTangentParams& params, cudaStream_t stream, int device);
 std::string run_backward_bias(const BackwardParams& params, cudaStream_t stream, int device);
 
 // Lets tests run the kernels of other cards: overrides the environment variables JAX_FLASH_KERNELS,

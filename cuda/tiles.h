@@ -103,6 +103,35 @@ constexpr TangentTile tangent_tile(int element_bytes, int head_dim) {
   return {32, 16, 2, 2, 2};                       // 96 KB
 }
 
+// Of the kernel for tdk and tdv. Eight tiles of rows and keys and four of scores: one stage of each, and two
+// blocks of a multiprocessor hide each other's loads.
+constexpr BackwardTile backward_tangent_tile(int element_bytes, int head_dim) {
+  if (element_bytes == 2) {
+    if (head_dim <= 64) return {64, 64, 4, 2, 2, 0, 2};   // 96 KB
+    if (head_dim <= 128) return {32, 64, 4, 2, 2, 0, 2};  // 112 KB
+    return {32, 32, 4, 2, 1, 0, 1};                       // 144 KB
+  }
+  if (head_dim <= 64) return {16, 64, 4, 1, 2, 0, 2};  // 96 KB
+  return {32, 32, 4, 2, 1, 0, 1};                      // 144 KB; above head dim 128 no tile fits
+}
+
+// For cards with 99 KB of shared memory, where the tile above for these does not fit.
+constexpr bool has_compact_backward_tangent_tile(int element_bytes, int head_dim) {
+  return element_bytes == 2 && head_dim > 64 && head_dim <= 128;
+}
+inline constexpr BackwardTile kCompactBackwardTangentTile = {32, 32, 4, 2, 1, 0, 1};  // 80 KB
+
+// Of the kernel for tdq.
+constexpr BackwardDqTile backward_tangent_dq_tile(int element_bytes, int head_dim) {
+  if (element_bytes == 2) {
+    if (head_dim <= 64) return {64, 64, 4, 1, 2};   // 64 KB
+    if (head_dim <= 128) return {64, 32, 4, 1, 2};  // 96 KB
+    return {32, 16, 2, 1, 2};                       // 96 KB
+  }
+  if (head_dim <= 64) return {64, 32, 4, 1, 2};  // 96 KB
+  return {32, 16, 2, 1, 2};                      // 96 KB
+}
+
 struct BackwardBiasTile {
   int block_m, block_n;  // query rows, key rows
   int piece;             // columns of the head dim at a time

@@ -46,6 +46,9 @@ def is_broadcastable(name: str) -> bool:
     return name in _BROADCASTABLE
 
 
+# Compute capabilities with 163 KB of shared memory or more for a block; others have 99 KB.
+_LARGE_SHARED_MEMORY = ("8.0", "8.7", "9.0", "10.0", "10.3", "11.0")
+
 _PART_OF_LSE = tuple(f"{direction}{name}" for direction in ("", *DIRECTIONS) for name in PART_OF_LSE)
 
 
@@ -423,12 +426,14 @@ def _workspace_avals(call: _Pass, avals, *, operands: tuple[str, ...], options: 
     mask_shape = _fold(named["mask"], "mask").shape if "mask" in named else (1, 1, 1, 1)
     return _workspace.arrays(
         _workspace.Call(
-            is_gradient=call in (_BACKWARD, _BACKWARD_BIAS),
+            is_gradient=call in (_BACKWARD, _BACKWARD_BIAS, _BACKWARD_TANGENT),
             is_backward=call is _BACKWARD,
+            is_backward_tangent=call is _BACKWARD_TANGENT,
             is_16_bit=q.dtype.itemsize == 2,
             is_deterministic=options.deterministic,
             has_mask="mask" in named,
             has_segments="query_segment_ids" in named,
+            D=next((x.shape[0] for name, x in named.items() if is_directed(name)), 1),
             B=batch,
             N=num_heads,
             T=seqlen_q,
@@ -515,6 +520,20 @@ def _lower_blocked(compute: Callable, call: _Pass, ctx, *args, operands, options
     return mlir.lower_fun(on_one_device)(ctx.replace(avals_in=types[0], avals_out=types[1]), *args)
 
 
+def _lower_backward_tangent_cuda(call: _Pass, ctx, *args, **params):
+    if _backward_tangent_fits(*ctx.avals_in[:3]):
+        return _lower_cuda(call, ctx, *args, **params)
+    return _lower_blocked(_blocked.backward_tangent, call, ctx, *args, **params)
+
+
+def _backward_tangent_fits(q, k, v) -> bool:
+    """Whether the tiles of the CUDA kernel fit into the shared memory of the GPUs: see cuda/tiles.h."""
+    gpus = _ffi.local_gpus()
+    has_room = gpus and all(gpu.compute_capability in _LARGE_SHARED_MEMORY for gpu in gpus)
+    largest = (256 if has_room else 128) if q.dtype.itemsize == 2 else (128 if has_room else 64)
+    return max(q.shape[-1], v.shape[-1]) <= largest
+
+
 def _lower_elsewhere(ctx, *args, **params):
     _checks.refuse_platform(ctx.platforms or ctx.module_context.platforms)
 
@@ -571,7 +590,7 @@ _backward_tangent_p = _define_pass(
     _BACKWARD_TANGENT,
     _backward_tangent_avals,
     cpu=_lower_cpu,
-    cuda=functools.partial(_lower_blocked, _blocked.backward_tangent),
+    cuda=_lower_backward_tangent_cuda,
 )
 _backward_bias_tangent_p = _define_pass(
     _BACKWARD_BIAS_TANGENT,

@@ -24,10 +24,12 @@ class Call(NamedTuple):
 
     is_gradient: bool
     is_backward: bool
+    is_backward_tangent: bool
     is_16_bit: bool
     is_deterministic: bool
     has_mask: bool
     has_segments: bool
+    D: Any
     B: Any
     N: Any
     T: Any

@@ -11,9 +11,13 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+# Run the portable CUDA kernels on the CPU.
+EMULATES = bool(os.environ.get("JAX_FLASH_EMULATE"))
 
 
 def _platforms() -> list[str]:
+    if EMULATES:
+        return ["cuda"]
     try:
         jax.devices("cuda")
     except RuntimeError:
@@ -38,6 +42,10 @@ def pytest_addoption(parser) -> None:
 def pytest_configure(config) -> None:
     # Most of a test's time is XLA's, which compiles what is around the kernels. The kernels are compiled already.
     jax.config.update("jax_disable_most_optimizations", not config.getoption("all"))
+    if EMULATES:
+        import emulated
+
+        emulated.install()
 
 
 def pytest_report_header() -> str:
@@ -93,7 +101,7 @@ def platform(request) -> str:
 @pytest.fixture
 def cuda() -> str:
     """For tests that need a GPU."""
-    if "cuda" not in PLATFORMS:
+    if "cuda" not in PLATFORMS or EMULATES:
         pytest.skip("needs a GPU")
     return "cuda"
 
@@ -103,7 +111,7 @@ def default_device(request):
     """Run on the CPU unless the test asks for a platform."""
     asked = {"platform", "cuda"}.intersection(request.fixturenames)
     name = request.getfixturevalue(asked.pop()) if asked else "cpu"
-    with jax.default_device(jax.devices(name)[0]):
+    with jax.default_device(jax.devices("cpu" if EMULATES else name)[0]):
         yield
 
 

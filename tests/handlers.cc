@@ -114,7 +114,7 @@ Error take_workspace(Platform platform, Pass pass, const AttentionParams& params
                           .rets = pointers.data()};
   CallReader call(platform, {&args, 0}, {&results, 0});
   *workspace = {};
-  const Error error = TakeWorkspace(call, pass, params, workspace);
+  const Error error = TakeWorkspace(call, pass, params, /*num_directions=*/1, workspace);
   return error.failure() ? error : call.CheckAllTaken();
 }
 

@@ -52,6 +52,8 @@ def test_some_kernel_takes_every_head_dim(kernels):
     directions = "forward", "backward", "backward_dq", "backward_bias", "tangent"
     for row in itertools.product(directions, ["sm80"], arithmetics):
         assert (*row, 256) in kernels
+    for arithmetic, head_dim in zip(arithmetics, (256, 256, 128, 128), strict=True):
+        assert ("backward_tangent", "sm80", arithmetic, head_dim) in kernels
     for row in itertools.product(directions[:3], ["sm90"], arithmetics[:2]):
         assert (*row, 256) in kernels
 

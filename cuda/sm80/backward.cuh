@@ -241,7 +241,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     if (stage_step != 0) load_next();
 
     // ---- p = exp(q k^T - lse) ----
-    float p[kScoreRows / 16][kScoreColumns / 8][4];
+    using Scores = float[kScoreRows / 16][kScoreColumns / 8][4];
+    Scores p;
     clear(p);
     multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
         p, KMajorA<Arithmetic, QTile, kScoreRows / 16>(sQ, score_row),
@@ -268,7 +269,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     recompute_probabilities(p, arguments.logit, lse_log2, [&](auto& probabilities) {
       hide(probabilities);
       if (kMayHaveOthers && pairs.has_dropout()) {
-        float kept_probabilities[kScoreRows / 16][kScoreColumns / 8][4];
+        Scores kept_probabilities;
         for_each_accumulator(p, [&](int mt, int h, int nt, int c) {
           kept_probabilities[mt][nt][2 * h + c] = probabilities[mt][nt][2 * h + c];
         });
@@ -280,7 +281,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     });
 
     // ---- ds = p * (dout v^T - delta) ----
-    float ds[kScoreRows / 16][kScoreColumns / 8][4];
+    Scores ds;
     clear(ds);
     multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
         ds, KMajorA<Arithmetic, QTile, kScoreRows / 16>(sDout, score_row),

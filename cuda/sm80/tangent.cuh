@@ -10,7 +10,8 @@
 //   tout = (p (ts - c)) v + p tv - (tlse - c) out,    tlse = rowsum(p (ts - c)) + c rowsum(p)
 //
 // where tlse - c has p (ts - c) as rounded for the product, so that errors cancel, too. Where the weight is
-// spread over many blocks, c is 0, and the errors of many terms average out.
+// spread over many blocks, c is 0, and the errors of many terms average out. A bias or slopes may move logits
+// much further apart: then p (ts - c) is split into two operands, with one product more.
 //
 // Built like the forward kernel: a block owns kBlockM rows for one head and walks the visible blocks of keys.
 // Since lse is known, nothing is rescaled. p and ts stay in a warp's registers, where they are first operands
@@ -27,6 +28,7 @@
 #include "pairs.cuh"
 #include "params.h"
 #include "sm80/product.cuh"
+#include "sm80/score_tangents.cuh"
 #include "sm80/scores.cuh"
 #include "sm80/shared_tile.cuh"
 #include "softmax.cuh"
@@ -65,6 +67,7 @@ struct TangentConfig {
   using KvTile = SharedTile<Arithmetic, kBlockN, kHeadDim>;
   static constexpr int kSharedBytes = 2 * QTile::kBytes + kStages * KvTile::kBytes;
   using Keys = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/true, kBlockM, kBlockN>;
+  static constexpr bool kSplitsOperand = kPolicy.others && !std::is_same_v<Arithmetic, tf32x3>;
 };
 
 // As the operand of a product.
@@ -73,7 +76,7 @@ __device__ __forceinline__ float rounded(float x) {
   if constexpr (kIs16Bit<Arithmetic>) {
     return static_cast<float>(static_cast<typename Arithmetic::Element>(x));
   } else if constexpr (std::is_same_v<Arithmetic, tf32>) {
-    return __uint_as_float(ptx::round_to_tf32(__float_as_uint(x)));
+    return __uint_as_float(ptx::round_to_tf32(__float_as_uint(x)) & 0xffffe000);
   } else {
     return x;
   }
@@ -83,51 +86,6 @@ __device__ __forceinline__ float rounded(float x) {
 __device__ __forceinline__ float row_sum(float x) {
   x += __shfl_xor_sync(0xffffffff, x, 1);
   return x + __shfl_xor_sync(0xffffffff, x, 2);
-}
-
-// Adds to ts, the derivative of the scaled products, that of bias, ALiBi and scale_factor in one direction.
-// `scores`: q k^T.
-template <class Pairs, int kMTiles, int kNTiles>
-__device__ __forceinline__ void add_operand_tangents(float (&ts)[kMTiles][kNTiles][4],
-                                                     const float (&scores)[kMTiles][kNTiles][4],
-                                                     const TangentParams& params, const Pairs& pairs,
-                                                     int direction, int batch, int head, float scale,
-                                                     int row0, int column0) {
-  if (params.scale_factor) {
-    for_each_accumulator(
-        ts, [&](int mt, int h, int nt, int c) { ts[mt][nt][2 * h + c] *= pairs.head.scale_factor; });
-  }
-  const int64_t batch_element = direction * params.batch + batch;
-  if (params.tscale_factor) {
-    const float factor = scale * static_cast<const float*>(params.tscale_factor)[batch_element];
-    for_each_accumulator(ts, [&](int mt, int h, int nt, int c) {
-      ts[mt][nt][2 * h + c] += factor * scores[mt][nt][2 * h + c];
-    });
-  }
-  if (params.tbias) {
-    const PairArray bias = params.tbias[direction];
-    const int last_row = static_cast<int>(params.seqlen_q) - 1,
-              last_key = static_cast<int>(params.seqlen_kv) - 1;
-    for_each_accumulator(ts, [&](int mt, int h, int nt, int c) {
-      const int64_t row = min(row0 + accumulator_row(mt, h), last_row);
-      const int64_t key = min(column0 + accumulator_column(nt, c), last_key);
-      const int64_t index =
-          batch * bias.batch_stride + head * bias.head_stride + row * bias.row_stride + key * bias.key_stride;
-      ts[mt][nt][2 * h + c] += bias.dtype == DType::kFloat32 ? static_cast<const float*>(bias.data)[index]
-                               : bias.dtype == DType::kFloat16
-                                   ? __half2float(static_cast<const __half*>(bias.data)[index])
-                                   : __bfloat162float(static_cast<const __nv_bfloat16*>(bias.data)[index]);
-    });
-  }
-  if (params.talibi_slopes) {
-    const float slope =
-        static_cast<const float*>(params.talibi_slopes)[batch_element * params.num_heads + head];
-    const float distance = alibi_distance(pairs, row0, column0);
-    for_each_accumulator(ts, [&](int mt, int h, int nt, int c) {
-      const float step = 16 * mt + alibi_distance_step<Pairs>(nt, 2 * h + c);
-      ts[mt][nt][2 * h + c] -= slope * fabsf(distance + step);
-    });
-  }
 }
 
 template <class Config>
@@ -145,6 +103,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   constexpr int kScoreSteps = kHeadDim / kStepK<Arithmetic>, kValueSteps = kBlockN / kStepK<Arithmetic>;
   const TangentParams& params = arguments.params;
   const bool moves_logits = params.moves_logits();
+  const bool is_split = Config::kSplitsOperand && (params.tbias || params.talibi_slopes);
 
   // ---- Tile: the last rows come first; with a causal mask they see the most keys ----
   const int seqlen_q = static_cast<int>(params.seqlen_q), num_heads = static_cast<int>(params.num_heads);
@@ -276,8 +235,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
         for_each_accumulator(
             ts, [&](int mt, int h, int nt, int c) { ts[mt][nt][2 * h + c] *= arguments.logit.scale; });
         if constexpr (kMayHaveOthers) {
-          add_operand_tangents(ts, p, params, pairs, direction, batch, head, arguments.logit.scale, warp_m,
-                               n_start);
+          add_operand_tangents(ts, p, params, params, pairs, direction, batch, head, arguments.logit.scale,
+                               warp_m, n_start);
         }
         if (!has_p) {
           if constexpr (kMayHaveOthers) {
@@ -333,7 +292,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
         for_each_accumulator(ts, [&](int mt, int h, int nt, int c) {
           float& x = ts[mt][nt][2 * h + c];
           sum[mt][h] += x;
-          x = rounded<Arithmetic>(x);
+          if (!is_split) x = rounded<Arithmetic>(x);
           rounded_sum[mt][h] += x;
         });
         if (kMayHaveOthers && pairs.has_dropout()) draw_kept(bits, pairs, warp_m, n_start);
@@ -345,9 +304,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
         const KvTile sV = next_tile();
         if (!hidden) {
           if (kMayHaveOthers && pairs.has_dropout()) fill_unset(ts, bits, 0);
-          operand.set(ts);
-          multiply_add<Arithmetic, kValueSteps, /*kLongSum=*/true>(tout, operand,
-                                                                   MnMajorB<Arithmetic, KvTile>(sV, 0));
+          auto add_product = [&] {
+            operand.set(ts);
+            multiply_add<Arithmetic, kValueSteps, /*kLongSum=*/true>(tout, operand,
+                                                                     MnMajorB<Arithmetic, KvTile>(sV, 0));
+          };
+          add_product();
+          if (is_split) {
+            for_each_accumulator(ts, [&](int mt, int h, int nt, int c) {
+              float& x = ts[mt][nt][2 * h + c];
+              x -= rounded<Arithmetic>(x);
+            });
+            add_product();
+          }
         }
       }
       if (params.tv) {

@@ -1,0 +1,139 @@
+"""The portable CUDA kernels on a machine without a GPU: compiled for the host, where threads are fibers.
+
+The sources are those of cuda/ with three changes: instructions of PTX have a form for the host (tests/emulator/ptx),
+dynamic shared memory is an array, and a launch is a call. Warps run in lockstep only where they must, copies to shared
+memory are made as late as they may be, and addresses in shared memory are checked.
+"""
+
+import concurrent.futures
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import itertools
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+
+import jax
+
+from jax_flash import _blocked, _primitives
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+EMULATOR = ROOT / "tests" / "emulator"
+FOLDER = ROOT / "build" / "emulated"
+PASSES = ("forward", "backward", "backward_bias", "tangent", "backward_tangent")
+_DIRECTIONS = ("forward", "backward", "backward_dq", "backward_bias", "tangent", "backward_tangent")
+_ARITHMETICS = ("bfloat16", "float16", "tf32", "tf32x3")
+_HEAD_DIMS = (64, 128, 256)
+_FLAGS = (
+    *("-std=c++20", "-O1", "-fPIC", "-U_FORTIFY_SOURCE"),  # which does not allow jumps from stack to stack
+    *("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"),
+    *("-include", "emulator.h"),
+)
+
+
+def compiler() -> str | None:
+    return os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
+
+
+def _for_the_host(text: str) -> str:
+    text = text.replace(
+        "extern __shared__ __align__(128) uint8_t shared[];", "uint8_t* shared = emulator::dynamic_shared();"
+    )
+    text = text.replace("__shared__", "static")
+    return re.sub(
+        r"kernel<<<(.*), (.*), (.*), .*>>>\(parameters\.\.\.\);",
+        r"emulator::launch(\1, \2, \3, [&] { kernel(parameters...); });",
+        text,
+    )
+
+
+def _sources() -> dict[str, str]:
+    """The files to compile, by path."""
+    files = {}
+    for folder in ("cuda", "cpp"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file():
+                files[str(path.relative_to(ROOT))] = _for_the_host(path.read_text())
+    for name in files:
+        if name.startswith("cuda/sm90/"):
+            files[name] = "#pragma once\n"
+    for path in EMULATOR.rglob("*"):
+        if path.is_file():
+            name = path.relative_to(EMULATOR)
+            files["cuda/" * (name.parts[0] == "ptx") + str(name)] = path.read_text()
+    template = files["cuda/kernel.cu.in"]
+    table = ""
+    for direction in _DIRECTIONS:
+        for arithmetic, head_dim in itertools.product(_ARITHMETICS, _HEAD_DIMS):
+            if direction == "backward_tangent" and arithmetic.startswith("tf32") and head_dim > 128:
+                continue
+            table += f"KERNEL({direction}, sm80, {arithmetic}, {head_dim})\n"
+            values = dict(DIRECTION=direction, ARCH="sm80", ARITHMETICS=arithmetic, HEAD_DIM=str(head_dim))
+            values["INSTANCES"] = f"KERNEL({arithmetic})"
+            unit = re.sub(r"@(\w+)@", lambda match, values=values: values[match[1]], template)
+            files[f"{direction}_{arithmetic}_{head_dim}.cc"] = unit
+    files["kernels.def"] = table
+    return files
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Compiles what has changed, and loads it."""
+    files = _sources()
+    key = hashlib.sha256(repr((sorted(files.items()), _FLAGS, compiler(), jax.ffi.include_dir())).encode())
+    path = FOLDER / f"emulated_{key.hexdigest()[:16]}.so"
+    if not path.exists():
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+            _compile(files, pathlib.Path(folder)).replace(path)
+    return ctypes.cdll.LoadLibrary(str(path))
+
+
+def _compile(files: dict[str, str], folder: pathlib.Path) -> pathlib.Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    includes = [f"-I{folder / name}" for name in ("include", "cuda", "cpp", ".")]
+    units = [name for name in files if "/" not in name and name.endswith(".cc")]
+    units += ["cuda/dispatch.cu", "cuda/visibility.cu"]
+    units += [f"cpp/ffi_{name}.cc" for name in ("call", "decode", "workspace")]
+
+    def compile_unit(name: str) -> pathlib.Path:
+        target = folder / f"{name.replace('/', '_')}.o"
+        headers = ["-isystem", jax.ffi.include_dir()]
+        command = [compiler(), *_FLAGS, *includes, *headers, "-x", "c++", "-c", folder / name, "-o", target]
+        subprocess.run(command, check=True)
+        return target
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_unit, units))
+    shared = folder / "emulated.so"
+    subprocess.run([compiler(), "-shared", *objects, "-o", shared], check=True)
+    return shared
+
+
+def install() -> None:
+    """Lets programs that this process compiles for the CPU call these kernels from now on."""
+    for name in PASSES:
+        handler = jax.ffi.pycapsule(getattr(library(), f"{name}_emulated"))
+        jax.ffi.register_ffi_target(f"jax_flash_{name}_emulated", handler, platform="cpu")
+    lower_ffi = _primitives._lower_ffi
+
+    def lower(call, ctx, args, workspace, **params):
+        if call.target.removeprefix("jax_flash_") not in PASSES:
+            return lower_ffi(call, ctx, args, workspace, **params)
+        if call is _primitives._BACKWARD_TANGENT and not _primitives._backward_tangent_fits(
+            *ctx.avals_in[:3]
+        ):
+            blocked = _blocked.backward_tangent
+            return _primitives._lower_blocked(blocked, call, ctx, *args, **params)
+        workspace = _primitives._workspace_avals(call, ctx.avals_in, **params)
+        call = dataclasses.replace(call, target=f"{call.target}_emulated")
+        return lower_ffi(call, ctx, args, workspace, **params)
+
+    _primitives._lower_ffi = lower

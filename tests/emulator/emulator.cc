@@ -1,0 +1,214 @@
+#include "emulator.h"
+
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <mutex>
+#include <vector>
+
+dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulator {
+namespace {
+
+constexpr int kWarp = 32, kMaxThreads = 256, kStackBytes = 1 << 18, kMaxShared = 163 * 1024;
+constexpr uint32_t kFirstAddress = 1024;  // so that address 0 is an error
+
+struct Copy {
+  uint32_t to;
+  const void* from;
+  int bytes;
+  bool valid;
+};
+
+// Threads that wait for each other: a block or a warp.
+struct Barrier {
+  int members = 0, arrived = 0;
+  int64_t phase = 0;
+};
+
+struct Warp {
+  Barrier barrier;
+  // A lane is at most one exchange ahead of another, so two buffers suffice.
+  alignas(64) std::byte values[2][kWarp][kExchangeStride];
+};
+
+struct Thread {
+  ucontext_t start;  // on a stack of its own
+  jmp_buf place;     // where it waits: swapcontext would make a system call
+  bool has_started, is_done;
+  std::vector<Copy> copies;              // not yet committed
+  std::deque<std::vector<Copy>> groups;  // committed
+};
+
+struct Machine {
+  std::mutex mutex;  // one grid at a time
+  Thread threads[kMaxThreads];
+  Warp warps[kMaxThreads / kWarp];
+  Barrier block;
+  std::byte* stacks = nullptr;
+  alignas(1024) uint8_t shared[kMaxShared];
+  int shared_bytes, num_threads, current;
+  int64_t idle_switches;  // since a thread last got on
+  const std::function<void()>* kernel;
+  ucontext_t caller;
+};
+Machine machine;
+
+[[noreturn]] void fail(const char* message) {
+  std::fprintf(stderr, "emulator: %s (block %u, thread %u)\n", message, blockIdx.x, threadIdx.x);
+  std::abort();
+}
+
+// `before`: the thread that will come back here; -1 if it has ended.
+void switch_to(int next, int before) {
+  machine.current = next;
+  threadIdx.x = static_cast<unsigned>(next);
+  if (before >= 0 && _setjmp(machine.threads[before].place) != 0) return;
+  Thread& thread = machine.threads[next];
+  if (thread.has_started) _longjmp(thread.place, 1);
+  thread.has_started = true;
+  setcontext(&thread.start);
+}
+
+// Lets the other threads of the block get on.
+void yield() {
+  if (++machine.idle_switches > int64_t{4} * kMaxThreads) fail("all threads wait for one another");
+  int next = machine.current;
+  do {
+    next = (next + 1) % machine.num_threads;
+  } while (machine.threads[next].is_done);
+  if (next != machine.current) switch_to(next, machine.current);
+}
+
+void wait(Barrier& barrier) {
+  const int64_t phase = barrier.phase;
+  if (++barrier.arrived == barrier.members) {
+    barrier.arrived = 0;
+    ++barrier.phase;
+    machine.idle_switches = 0;
+  }
+  while (barrier.phase == phase) yield();
+}
+
+// A thread that has ended is waited for no more.
+void leave(Barrier& barrier) {
+  if (--barrier.members > 0 && barrier.arrived == barrier.members) {
+    barrier.arrived = 0;
+    ++barrier.phase;
+  }
+}
+
+void run_thread() {
+  (*machine.kernel)();
+  Thread& thread = machine.threads[machine.current];
+  thread.is_done = true;
+  leave(machine.block);
+  leave(machine.warps[machine.current / kWarp].barrier);
+  machine.idle_switches = 0;
+  int next = machine.current;
+  for (int i = 0; i < machine.num_threads; ++i) {
+    next = (next + 1) % machine.num_threads;
+    if (!machine.threads[next].is_done) switch_to(next, -1);
+  }
+  setcontext(&machine.caller);
+}
+
+void run_block() {
+  machine.block = {.members = machine.num_threads};
+  // Shared memory holds anything: here NaN in every type.
+  std::memset(machine.shared, 0xff, sizeof(machine.shared));
+  for (int i = 0; i < machine.num_threads; ++i) {
+    Thread& thread = machine.threads[i];
+    thread.has_started = thread.is_done = false;
+    thread.copies.clear();
+    thread.groups.clear();
+    if (i % kWarp == 0) machine.warps[i / kWarp].barrier = {.members = kWarp};
+    getcontext(&thread.start);
+    thread.start.uc_stack.ss_sp = machine.stacks + int64_t{i} * kStackBytes;
+    thread.start.uc_stack.ss_size = kStackBytes;
+    makecontext(&thread.start, run_thread, 0);
+  }
+  machine.current = 0;
+  machine.idle_switches = 0;
+  threadIdx.x = 0;
+  machine.threads[0].has_started = true;
+  swapcontext(&machine.caller, &machine.threads[0].start);
+}
+
+}  // namespace
+
+void launch(int64_t blocks, int threads, int shared_bytes, const std::function<void()>& kernel) {
+  const std::lock_guard lock(machine.mutex);
+  if (threads > kMaxThreads || threads % kWarp != 0 || shared_bytes > kMaxShared) fail("launch is too large");
+  if (!machine.stacks) {
+    void* memory = mmap(nullptr, int64_t{kMaxThreads} * kStackBytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) fail("no memory for stacks");
+    machine.stacks = static_cast<std::byte*>(memory);
+  }
+  machine.kernel = &kernel;
+  machine.shared_bytes = shared_bytes;
+  machine.num_threads = threads;
+  gridDim.x = static_cast<unsigned>(blocks);
+  blockDim.x = static_cast<unsigned>(threads);
+  for (int64_t block = 0; block < blocks; ++block) {
+    blockIdx.x = static_cast<unsigned>(block);
+    run_block();
+  }
+}
+
+uint8_t* dynamic_shared() { return machine.shared; }
+
+uint32_t shared_address(const void* pointer) {
+  return kFirstAddress + static_cast<uint32_t>(static_cast<const uint8_t*>(pointer) - machine.shared);
+}
+
+void* at_shared_address(uint32_t address, int bytes) {
+  const int64_t offset = int64_t{address} - kFirstAddress;
+  if (offset < 0 || offset + bytes > machine.shared_bytes) fail("shared memory is accessed beyond its end");
+  if (address % bytes != 0) fail("an address in shared memory is misaligned");
+  return machine.shared + offset;
+}
+
+void wait_for_block() { wait(machine.block); }
+
+const std::byte* exchange(const void* mine, int bytes) {
+  Warp& warp = machine.warps[machine.current / kWarp];
+  auto& values = warp.values[warp.barrier.phase % 2];
+  std::memcpy(values[machine.current % kWarp], mine, bytes);
+  wait(warp.barrier);
+  return values[0];
+}
+
+void copy_later(uint32_t to, const void* from, int bytes, bool valid) {
+  if (valid && reinterpret_cast<uintptr_t>(from) % bytes != 0)
+    fail("an address in global memory is misaligned");
+  machine.threads[machine.current].copies.push_back({to, from, bytes, valid});
+}
+
+void commit_copies() {
+  Thread& thread = machine.threads[machine.current];
+  thread.groups.push_back(std::move(thread.copies));
+  thread.copies.clear();
+}
+
+void wait_for_copies(int pending) {
+  auto& groups = machine.threads[machine.current].groups;
+  for (; static_cast<int>(groups.size()) > pending; groups.pop_front()) {
+    for (const Copy& copy : groups.front()) {
+      void* to = at_shared_address(copy.to, copy.bytes);
+      if (copy.valid) {
+        std::memcpy(to, copy.from, copy.bytes);
+      } else {
+        std::memset(to, 0, copy.bytes);
+      }
+    }
+  }
+}
+
+}  // namespace emulator

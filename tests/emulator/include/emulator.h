@@ -1,0 +1,106 @@
+// Runs CUDA kernels on the host: one block after the other, each thread as a fiber with a stack of its own.
+// Fibers switch where threads wait for each other, at barriers of the block and at instructions of a whole
+// warp. Included before every source file. See ../build.py.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct dim3 {
+  unsigned x = 1;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+namespace emulator {
+
+// Calls `kernel` in each thread of the grid.
+void launch(int64_t blocks, int threads, int shared_bytes, const std::function<void()>& kernel);
+
+// The block's dynamic shared memory, of which the kernels know addresses of 32 bits.
+uint8_t* dynamic_shared();
+uint32_t shared_address(const void* pointer);
+void* at_shared_address(uint32_t address, int bytes);
+
+void wait_for_block();
+// Publishes a lane's bytes; returns those of all lanes, `stride` bytes apart, once all have come here.
+const std::byte* exchange(const void* mine, int bytes);
+inline constexpr int kExchangeStride = 64;
+
+// The values of all lanes of the warp, by lane.
+template <class T>
+struct OfLanes {
+  const std::byte* data;
+  T operator[](int lane) const {
+    T value;
+    std::memcpy(&value, data + lane * kExchangeStride, sizeof(T));
+    return value;
+  }
+};
+template <class T>
+OfLanes<T> from_all_lanes(const T& mine) {
+  static_assert(sizeof(T) <= kExchangeStride);
+  return {exchange(&mine, sizeof(T))};
+}
+
+// A copy is made when its thread waits for it, and not before.
+void copy_later(uint32_t to, const void* from, int bytes, bool valid);
+void commit_copies();
+void wait_for_copies(int pending);
+
+}  // namespace emulator
+
+extern dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+template <class T>
+constexpr T min(T a, T b) {
+  return b < a ? b : a;
+}
+template <class T>
+constexpr T max(T a, T b) {
+  return a < b ? b : a;
+}
+template <class T>
+T __ldg(const T* pointer) {
+  return *pointer;
+}
+inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
+inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
+inline int __popc(uint32_t x) { return std::popcount(x); }
+
+inline void __syncthreads() { emulator::wait_for_block(); }
+inline void __syncwarp() { emulator::from_all_lanes(0); }
+template <class T>
+T __shfl_xor_sync(uint32_t, T x, int lanes) {
+  return emulator::from_all_lanes(x)[(threadIdx.x % 32) ^ lanes];
+}
+template <class T, class F>
+T reduce_over_lanes(T x, F f) {
+  const auto all = emulator::from_all_lanes(x);
+  T result = all[0];
+  for (int lane = 1; lane < 32; ++lane) result = f(result, all[lane]);
+  return result;
+}
+inline int __reduce_min_sync(uint32_t, int x) { return reduce_over_lanes(x, min<int>); }
+inline int __reduce_max_sync(uint32_t, int x) { return reduce_over_lanes(x, max<int>); }
+inline bool __any_sync(uint32_t, bool x) { return reduce_over_lanes<int>(x, max<int>); }
+inline bool __all_sync(uint32_t, bool x) { return reduce_over_lanes<int>(x, min<int>); }
+inline uint32_t __ballot_sync(uint32_t, bool x) {
+  return reduce_over_lanes<uint32_t>(uint32_t{x} << threadIdx.x % 32,
+                                     [](uint32_t a, uint32_t b) { return a | b; });
+}

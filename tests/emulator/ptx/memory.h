@@ -1,0 +1,68 @@
+// cuda/ptx/memory.h for the host, as far as the portable kernels use it.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+
+namespace jax_flash::cuda::ptx {
+
+inline uint32_t shared_address(const void* pointer) { return emulator::shared_address(pointer); }
+
+template <int kBytes>
+void copy_async(uint32_t shared, const void* global, bool valid) {
+  emulator::copy_later(shared, global, kBytes, valid);
+}
+inline void copy_async_commit() { emulator::commit_copies(); }
+template <int kPending>
+void copy_async_wait() {
+  emulator::wait_for_copies(kPending);
+}
+
+inline void load_matrix_x4(uint32_t (&r)[4], uint32_t shared) {
+  const auto rows = emulator::from_all_lanes(shared);
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) {
+    const void* row = emulator::at_shared_address(rows[8 * i + lane / 4], 16);
+    std::memcpy(&r[i], static_cast<const std::byte*>(row) + lane % 4 * 4, 4);
+  }
+}
+
+inline void load_matrix_x4_transposed(uint32_t (&r)[4], uint32_t shared) {
+  const auto rows = emulator::from_all_lanes(shared);
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) {
+    uint16_t two[2];
+    for (int j = 0; j < 2; ++j) {
+      const void* row = emulator::at_shared_address(rows[8 * i + lane % 4 * 2 + j], 16);
+      std::memcpy(&two[j], static_cast<const std::byte*>(row) + lane / 4 * 2, 2);
+    }
+    r[i] = two[0] | uint32_t{two[1]} << 16;
+  }
+}
+
+template <class T>
+void load_from_shared(T& to, uint32_t shared) {
+  std::memcpy(&to, emulator::at_shared_address(shared, sizeof(T)), sizeof(T));
+}
+template <class T>
+void store_to_shared(uint32_t shared, const T& from) {
+  std::memcpy(emulator::at_shared_address(shared, sizeof(T)), &from, sizeof(T));
+}
+inline void load_shared_x4(uint32_t (&r)[4], uint32_t shared) { load_from_shared(r, shared); }
+inline void store_shared_x4(uint32_t shared, const uint32_t (&r)[4]) { store_to_shared(shared, r); }
+inline void load_shared_x2(float (&r)[2], uint32_t shared) { load_from_shared(r, shared); }
+inline void store_shared_x4(uint32_t shared, const float (&r)[4]) { store_to_shared(shared, r); }
+inline void store_shared(uint32_t shared, uint32_t value) { store_to_shared(shared, value); }
+inline uint32_t load_shared(uint32_t shared) {
+  uint32_t value;
+  load_from_shared(value, shared);
+  return value;
+}
+
+template <int kCount>
+void reduce_add(float* global, const float (&value)[kCount]) {
+  for (int i = 0; i < kCount; ++i) global[i] += value[i];
+}
+
+}  // namespace jax_flash::cuda::ptx
