@@ -27,6 +27,17 @@ struct SeenKeys {
   }
 };
 
+// Sets x, of `keys` keys, to 0 outside of [first, end) and where `visible`, unless it is null, is false.
+template <typename T>
+void HidePairs(int64_t first, int64_t end, const bool* visible, int64_t keys, T* x) {
+  Zero(x, first);
+  Zero(x + end, keys - end);
+  if (!visible) return;
+  for (int64_t key = first; key < end; ++key) {
+    if (!visible[key]) x[key] = 0;
+  }
+}
+
 template <typename T>
 struct BackwardScratch {
   T *k, *k_t;       // [N, head_dim rounded up], [head_dim, N]
@@ -192,15 +203,8 @@ void RowGradients(const Pairs<T>& pairs, const RowOfPairs<T>& row, int64_t keys,
   if (pairs.may_drop()) {
     for (int64_t key = 0; key < keys; ++key) p[key] = kept[key] ? p[key] * pairs.kept_factor() : T(0);
   }
-  Zero(p, row.first);
-  Zero(ds, row.first);
-  Zero(p + row.end, keys - row.end);
-  Zero(ds + row.end, keys - row.end);
-  if (pairs.may_hide()) {
-    for (int64_t key = row.first; key < row.end; ++key) {
-      if (!row.visible[key]) p[key] = ds[key] = 0;
-    }
-  }
+  const bool* visible = pairs.may_hide() ? row.visible : nullptr;
+  for (T* x : {p, ds}) HidePairs(row.first, row.end, visible, keys, x);
 }
 
 // dk and dv of one tile of keys of one batch element and key head, and the tile's part of dq.

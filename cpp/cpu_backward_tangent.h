@@ -236,15 +236,8 @@ void BackwardTangentTile(const BackwardTangentParams& params, int64_t direction,
             for (int64_t key = 0; key < keys; ++key) x[key] *= factors[key];
           }
         }
-        const bool* visible = scratch.visible + row * kN;
-        for (T* x : {p, ds, tds, tp}) {
-          Zero(x, seen.first[row]);
-          Zero(x + seen.end[row], keys - seen.end[row]);
-          if (!pairs.may_hide()) continue;
-          for (int64_t key = seen.first[row]; key < seen.end[row]; ++key) {
-            if (!visible[key]) x[key] = 0;
-          }
-        }
+        const bool* visible = pairs.may_hide() ? scratch.visible + row * kN : nullptr;
+        for (T* x : {p, ds, tds, tp}) HidePairs(seen.first[row], seen.end[row], visible, keys, x);
       }
 
       // ---- tdV += tP^T dout + P^T tdout, tdK += tdS^T q + dS^T tq, tdQ = tdS k + dS tk ----

@@ -13,18 +13,18 @@ constexpr int64_t kTangentDirections = 8;
 
 template <typename T>
 struct TangentScratch {
-  T *q, *tq;             // [M, head_dim]
-  T *k, *k_t;            // [N, head_dim], [head_dim, N]; k is also tk
-  T* tk_t;               // [head_dim, N]
-  T *v, *tv;             // [N, head_dim_v rounded up]
-  T* s;                  // [M, N]: q k^T
-  T *p, *p_slope;        // [M, N]: probabilities; those times the slope of the soft cap
-  T* ts;                 // [M, N]: of one direction
-  T* kept;               // [M, N]: dropout's factors
-  T* tout;               // [directions, M, head_dim_v rounded up]
-  T* tlse;               // [directions, M]
-  int64_t *first, *end;  // [M]: the keys that a row sees, relative to the tile's first key
-  bool* visible;         // [M, N]: pairs that mask and segments leave visible
+  T *q, *tq;       // [M, head_dim]
+  T *k, *k_t;      // [N, head_dim], [head_dim, N]; k is also tk
+  T* tk_t;         // [head_dim, N]
+  T *v, *tv;       // [N, head_dim_v rounded up]
+  T* s;            // [M, N]: q k^T
+  T *p, *p_slope;  // [M, N]: probabilities; those times the slope of the soft cap
+  T* ts;           // [M, N]: of one direction
+  T* kept;         // [M, N]: dropout's factors
+  T* tout;         // [directions, M, head_dim_v rounded up]
+  T* tlse;         // [directions, M]
+  SeenKeys seen;   // of M rows
+  bool* visible;   // [M, N]: pairs that mask and segments leave visible
 
   TangentScratch(const TangentParams& params, Arena& arena) {
     const int64_t width_v = RoundUp(params.head_dim_v, kLanes<T>);
@@ -42,23 +42,10 @@ struct TangentScratch {
     kept = arena.Take<T>(kTangentM * kTangentN);
     tout = arena.Take<T>(kTangentDirections * kTangentM * width_v);
     tlse = arena.Take<T>(kTangentDirections * kTangentM);
-    first = arena.Take<int64_t>(kTangentM);
-    end = arena.Take<int64_t>(kTangentM);
+    seen = SeenKeys(kTangentM, arena);
     visible = arena.Take<bool>(kTangentM * kTangentN);
   }
 };
-
-// Sets x, of `width` keys, to 0 where the row does not see the key.
-template <typename T>
-void HidePairs(const TangentScratch<T>& scratch, bool may_hide, int64_t row, int64_t width, T* x) {
-  const int64_t first = scratch.first[row], end = scratch.end[row];
-  Zero(x, first);
-  Zero(x + end, width - end);
-  if (!may_hide) return;
-  for (int64_t key = first; key < end; ++key) {
-    if (!scratch.visible[row * kTangentN + key]) x[key] = 0;
-  }
-}
 
 // The probabilities of one row, and those times the slope of the cap, from its scores.
 template <bool kCapped, typename T>
@@ -169,12 +156,16 @@ void TangentBlock(const TangentParams& params, int64_t batch, int64_t kv_head, i
       if (pairs.may_hide() && !pairs.LoadVisible(block_first, rows, tile, keys, scratch.visible, kTangentN)) {
         continue;
       }
+      const SeenKeys& seen = scratch.seen;
+      seen.Find(mask, q.group, block_first, rows, {tile, tile_end});
       for (int64_t row = 0; row < rows; ++row) {
-        const Range seen = mask.KeysOf((block_first + row) / q.group);
-        scratch.first[row] = std::clamp<int64_t>(seen.first - tile, 0, keys);
-        scratch.end[row] = std::clamp<int64_t>(seen.end - tile, scratch.first[row], keys);
-        if (*lse.Row(block_first + row) == -infinity) scratch.end[row] = scratch.first[row];
+        if (*lse.Row(block_first + row) == -infinity) seen.end[row] = seen.first[row];
       }
+
+      const auto hide = [&](int64_t row, T* x) {
+        const bool* visible = pairs.may_hide() ? scratch.visible + row * kTangentN : nullptr;
+        HidePairs(seen.first[row], seen.end[row], visible, lanes_end, x);
+      };
 
       // ---- S = q k^T, P = exp(S - lse) ----
       LoadRows(k, tile, tile_end, nullptr, scratch.k, head_dim, lanes_end);
@@ -200,8 +191,7 @@ void TangentBlock(const TangentParams& params, int64_t batch, int64_t kv_head, i
         } else {
           RowProbabilities<false>(s, keys, row_scale, cap, row_lse, p, p_slope);
         }
-        HidePairs(scratch, pairs.may_hide(), row, lanes_end, p);
-        HidePairs(scratch, pairs.may_hide(), row, lanes_end, p_slope);
+        for (T* x : {p, p_slope}) hide(row, x);
         if (pairs.may_drop()) {
           bool kept[kTangentN];
           pairs.LoadKept(block_first + row, tile, keys, kept);
@@ -243,7 +233,7 @@ void TangentBlock(const TangentParams& params, int64_t batch, int64_t kv_head, i
         for (int64_t row = 0; row < rows; ++row) {
           T* ts = scratch.ts + row * kTangentN;
           logit_tangent.Complete(pairs, block_first + row, tile, keys, scratch.s + row * kTangentN, ts);
-          HidePairs(scratch, pairs.may_hide(), row, lanes_end, ts);
+          hide(row, ts);
           scratch.tlse[i * kTangentM + row] += WeighRow(scratch.p_slope + row * kTangentN, keys, ts);
           if (pairs.may_drop()) {
             const T* factors = scratch.kept + row * kTangentN;

@@ -223,7 +223,7 @@ ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi:
   RETURN_IF_ERROR(call.TakeResult("lse", LseType(dtype), {B, T, N}, &params->lse));
 
   Workspace workspace;
-  RETURN_IF_ERROR(TakeWorkspace(call, Pass::kForward, *params, 1, &workspace));
+  RETURN_IF_ERROR(TakeWorkspace(call, Pass::kForward, *params, /*num_directions=*/1, &workspace));
   params->tile_counter = workspace.tile_counter.data;
   params->visible = VisibilityOf(workspace, params->mask);
   return call.CheckAllTaken();
@@ -282,7 +282,7 @@ ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi
   }
 
   Workspace workspace;
-  RETURN_IF_ERROR(TakeWorkspace(call, pass, *params, 1, &workspace));
+  RETURN_IF_ERROR(TakeWorkspace(call, pass, *params, /*num_directions=*/1, &workspace));
   params->tile_counter = workspace.tile_counter.data;
   params->visible = VisibilityOf(workspace, params->mask);
   params->delta = workspace.delta.data;

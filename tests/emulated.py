@@ -10,7 +10,6 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
-import itertools
 import os
 import pathlib
 import re
@@ -26,9 +25,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 EMULATOR = ROOT / "tests" / "emulator"
 FOLDER = ROOT / "build" / "emulated"
 PASSES = ("forward", "backward", "backward_bias", "tangent", "backward_tangent")
-_DIRECTIONS = ("forward", "backward", "backward_dq", "backward_bias", "tangent", "backward_tangent")
-_ARITHMETICS = ("bfloat16", "float16", "tf32", "tf32x3")
-_HEAD_DIMS = (64, 128, 256)
 _FLAGS = (
     *("-std=c++20", "-O1", "-fPIC", "-U_FORTIFY_SOURCE"),  # which does not allow jumps from stack to stack
     *("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"),
@@ -38,6 +34,26 @@ _FLAGS = (
 
 def compiler() -> str | None:
     return os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
+
+
+def listed_kernels() -> list[tuple[str, str, str, int]]:
+    """The rows of cuda/kernels.cmake: direction, arch, arithmetic, head dim. Needs CMake."""
+    script = (
+        "cmake_minimum_required(VERSION 3.24)\n"
+        "set(JAX_FLASH_CUDA_ARCHS 80 90)\n"
+        "function(jax_flash_kernels direction arch arithmetics head_dim)\n"
+        "  foreach(arithmetic IN LISTS arithmetics)\n"
+        '    message(STATUS "${direction};${arch};${arithmetic};${head_dim}")\n'
+        "  endforeach()\n"
+        "endfunction()\n"
+        f'include("{ROOT / "cuda" / "kernels.cmake"}")\n'
+    )
+    with tempfile.NamedTemporaryFile("w", suffix=".cmake") as file:
+        file.write(script)
+        file.flush()
+        printed = subprocess.check_output(["cmake", "-P", file.name], text=True)
+    rows = [line.removeprefix("-- ").split(";") for line in printed.splitlines()]
+    return [(direction, arch, arithmetic, int(head_dim)) for direction, arch, arithmetic, head_dim in rows]
 
 
 def _for_the_host(text: str) -> str:
@@ -68,15 +84,14 @@ def _sources() -> dict[str, str]:
             files["cuda/" * (name.parts[0] == "ptx") + str(name)] = path.read_text()
     template = files["cuda/kernel.cu.in"]
     table = ""
-    for direction in _DIRECTIONS:
-        for arithmetic, head_dim in itertools.product(_ARITHMETICS, _HEAD_DIMS):
-            if direction == "backward_tangent" and arithmetic.startswith("tf32") and head_dim > 128:
-                continue
-            table += f"KERNEL({direction}, sm80, {arithmetic}, {head_dim})\n"
-            values = dict(DIRECTION=direction, ARCH="sm80", ARITHMETICS=arithmetic, HEAD_DIM=str(head_dim))
-            values["INSTANCES"] = f"KERNEL({arithmetic})"
-            unit = re.sub(r"@(\w+)@", lambda match, values=values: values[match[1]], template)
-            files[f"{direction}_{arithmetic}_{head_dim}.cc"] = unit
+    for direction, arch, arithmetic, head_dim in listed_kernels():
+        if arch != "sm80":
+            continue
+        table += f"KERNEL({direction}, {arch}, {arithmetic}, {head_dim})\n"
+        values = dict(DIRECTION=direction, ARCH=arch, ARITHMETICS=arithmetic, HEAD_DIM=str(head_dim))
+        values["INSTANCES"] = f"KERNEL({arithmetic})"
+        unit = re.sub(r"@(\w+)@", lambda match, values=values: values[match[1]], template)
+        files[f"{direction}_{arithmetic}_{head_dim}.cc"] = unit
     files["kernels.def"] = table
     return files
 

@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import subprocess
 
+import emulated
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -26,24 +27,10 @@ def test_masks_and_tiles(tmp_path):
 
 
 @pytest.fixture
-def kernels(tmp_path) -> list[tuple[str, str, str, int]]:
-    """The rows of cuda/kernels.cmake: direction, arch, arithmetic, head dim."""
+def kernels() -> list[tuple[str, str, str, int]]:
     if not shutil.which("cmake"):
         pytest.skip("needs CMake")
-    script = tmp_path / "list.cmake"
-    script.write_text(
-        "cmake_minimum_required(VERSION 3.24)\n"
-        "set(JAX_FLASH_CUDA_ARCHS 80 90)\n"
-        "function(jax_flash_kernels direction arch arithmetics head_dim)\n"
-        "  foreach(arithmetic IN LISTS arithmetics)\n"
-        '    message(STATUS "${direction};${arch};${arithmetic};${head_dim}")\n'
-        "  endforeach()\n"
-        "endfunction()\n"
-        f'include("{ROOT / "cuda" / "kernels.cmake"}")\n'
-    )
-    printed = subprocess.check_output(["cmake", "-P", script], text=True)
-    rows = [line.removeprefix("-- ").split(";") for line in printed.splitlines()]
-    return [(direction, arch, arithmetic, int(head_dim)) for direction, arch, arithmetic, head_dim in rows]
+    return emulated.listed_kernels()
 
 
 def test_some_kernel_takes_every_head_dim(kernels):

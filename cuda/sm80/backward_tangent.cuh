@@ -1,9 +1,11 @@
 // Second order with mma.sync and cp.async: tdq, tdk and tdv, the derivatives of dq, dk and dv in some
 // directions.
 //
-//   tp = p (ts - tlse)        tds = tp (dp - delta) + p (tdp - tdelta)        (with a soft cap:
-//   score_tangents.cuh) tdv += tp^T dout + p^T tdout        tdk += tds^T q + ds^T tq        tdq += tds k + ds
-//   tk
+//   tp = p (ts - tlse)
+//   tds = tp (dp - delta) + p (tdp - tdelta)
+//   tdv += tp^T dout + p^T tdout,    tdk += tds^T q + ds^T tq,    tdq += tds k + ds tk
+//
+// With a soft cap ds and tds have more factors: score_tangents.cuh.
 //
 // Two kernels, built like those for dk and dv and for dq alone: one keeps keys and walks the queries, the
 // other keeps queries and walks the keys. Both compute the scores, 18 products instead of 12; in return there
@@ -102,8 +104,8 @@ __device__ __forceinline__ void for_each_tile(F f, Tiles&... tiles) {
   (f(tiles), ...);
 }
 
-// From products of a warp to p, ds, tds and tp, with 0 for hidden pairs. p and tp are what multiplies values:
-// without the pairs that dropout removed. `scores`, dp, ts and tdp come in the same order; `is_whole`: do
+// Turns a warp's products, the scores in p, dp in ds, ts in tds and tdp in tp, into p, ds, tds and tp, with 0
+// for hidden pairs. p and tp lack the pairs that dropout removed, as they multiply values. `is_whole`: do
 // mask and segments leave all pairs visible?
 template <class Config, int kMTiles, int kNTiles>
 __device__ __forceinline__ void score_tangents(
@@ -148,6 +150,60 @@ __device__ __forceinline__ void score_tangents(
       p, ds, tds, tp);
 }
 
+// q, dout and their tangents, or k, v and theirs, one after the other in shared memory.
+template <class Tile, int kThreads>
+struct FourTiles {
+  Tile x, y, tx, ty;
+  static constexpr int kBytes = 4 * Tile::kBytes;
+
+  __device__ __forceinline__ explicit FourTiles(uint32_t base)
+      : x{base}, y{base + Tile::kBytes}, tx{base + 2 * Tile::kBytes}, ty{base + 3 * Tile::kBytes} {}
+
+  // Loads rows row.. of one head and waits for this thread's part. `first` and `t_first`: where the sequence
+  // begins in the arrays and in the tangents; those that are zero are left out.
+  __device__ __forceinline__ void load(const HeadRows& of_x, const HeadRows& of_y, const HeadRows& of_tx,
+                                       const HeadRows& of_ty, int64_t first, int64_t t_first, int head,
+                                       int row, int row_limit) const {
+    auto load_tile = [&](const HeadRows& rows, int64_t begin, Tile tile) {
+      if (rows.data) TileLoader<kThreads, Tile>(rows, begin + row, head).load(tile, row, row_limit);
+    };
+    load_tile(of_x, first, x);
+    load_tile(of_y, first, y);
+    load_tile(of_tx, t_first, tx);
+    load_tile(of_ty, t_first, ty);
+    ptx::copy_async_commit();
+    ptx::copy_async_wait<0>();
+  }
+  __device__ __forceinline__ void round() const {
+    for_each_tile([](const Tile& tile) { TileLoader<kThreads, Tile>::round(tile); }, x, y, tx, ty);
+  }
+};
+
+// p = q k^T, ds = dout v^T, tds = tq k^T + q tk^T, tp = dout tv^T + tdout v^T, for rows row.. and keys
+// column.. of the tiles.
+template <class Config, class RowTiles, class KeyTiles, int kMTiles, int kNTiles>
+__device__ __forceinline__ void multiply_tiles(float (&p)[kMTiles][kNTiles][4],
+                                               float (&ds)[kMTiles][kNTiles][4],
+                                               float (&tds)[kMTiles][kNTiles][4],
+                                               float (&tp)[kMTiles][kNTiles][4],
+                                               const BackwardTangentParams& params, const RowTiles& rows,
+                                               int row, const KeyTiles& keys, int column) {
+  using Arithmetic = typename Config::Arithmetic;
+  using QTile = typename Config::QTile;
+  using KvTile = typename Config::KvTile;
+  auto add_product = [&](float (&scores)[kMTiles][kNTiles][4], QTile a, KvTile b) {
+    multiply_add<Arithmetic, Config::kHeadDim / kStepK<Arithmetic>>(
+        scores, KMajorA<Arithmetic, QTile, kMTiles>(a, row), KMajorB<Arithmetic, KvTile>(b, column));
+  };
+  for_each_tile([](auto& x) { clear(x); }, p, ds, tds, tp);
+  add_product(p, rows.x, keys.x);
+  add_product(ds, rows.y, keys.y);
+  if (params.tq) add_product(tds, rows.tx, keys.x);
+  if (params.tk) add_product(tds, rows.x, keys.tx);
+  if (params.tdout) add_product(tp, rows.ty, keys.y);
+  if (params.tv) add_product(tp, rows.y, keys.ty);
+}
+
 // ---- tdk and tdv ----
 
 template <class Arithmetic_, int kHeadDim_, BackwardTile kTile_, PairPolicy kPolicy_>
@@ -173,17 +229,18 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
   using QTile = typename Config::QTile;
-  using KvTile = typename Config::KvTile;
   using ScoreTile = typename Config::ScoreTile;
+  using RowTiles = FourTiles<QTile, Config::kThreads>;
+  using KeyTiles = FourTiles<typename Config::KvTile, Config::kThreads>;
   constexpr BackwardTile kTile = Config::kTile;
-  constexpr int kHeadDim = Config::kHeadDim, kThreads = Config::kThreads;
+  constexpr int kHeadDim = Config::kHeadDim;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   // A warp's parts: scores [kScoreRows, kScoreColumns], tdk and tdv [kDkvRows, kDkvColumns].
   constexpr int kScoreRows = kBlockM / kTile.score_warps_m;
   constexpr int kScoreColumns = kBlockN / (kTile.warps / kTile.score_warps_m);
   constexpr int kDkvRows = kBlockN / kTile.dkv_warps_n;
   constexpr int kDkvColumns = kHeadDim / (kTile.warps / kTile.dkv_warps_n);
-  constexpr int kSteps = kHeadDim / kStepK<Arithmetic>, kRowSteps = kBlockM / kStepK<Arithmetic>;
+  constexpr int kRowSteps = kBlockM / kStepK<Arithmetic>;
   constexpr int kMTiles = kScoreRows / 16, kNTiles = kScoreColumns / 8;
   const BackwardTangentParams& params = arguments.params;
   const int warp = threadIdx.x / 32;
@@ -212,35 +269,18 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   QueryWalk<Config> walk(params, batch, n_start, first_head, group, m_begin, m_blocks);
 
   extern __shared__ __align__(128) uint8_t shared[];
-  const KvTile sK{ptx::shared_address(shared)};  // [kBlockN, kHeadDim], and the next three
-  const KvTile sV{sK.base + KvTile::kBytes}, sTk{sV.base + KvTile::kBytes}, sTv{sTk.base + KvTile::kBytes};
-  const QTile sQ{sTv.base + KvTile::kBytes};  // [kBlockM, kHeadDim], and the next three
-  const QTile sDout{sQ.base + QTile::kBytes}, sTq{sDout.base + QTile::kBytes},
-      sTdout{sTq.base + QTile::kBytes};
-  const ScoreTile sP{sTdout.base + QTile::kBytes};  // [kBlockM, kBlockN], and the next three
+  const KeyTiles keys(ptx::shared_address(shared));     // [4, kBlockN, kHeadDim]: k, v, tk, tv
+  const RowTiles rows(keys.x.base + KeyTiles::kBytes);  // [4, kBlockM, kHeadDim]: q, dout, tq, tdout
+  const ScoreTile sP{rows.x.base + RowTiles::kBytes};   // [kBlockM, kBlockN], and the next three
   const ScoreTile sTp{sP.base + ScoreTile::kBytes}, sDs{sTp.base + ScoreTile::kBytes},
       sTds{sDs.base + ScoreTile::kBytes};
 
   const int64_t kv_row0 = int64_t{batch} * seqlen_kv, tkv_row0 = int64_t{element} * seqlen_kv;
   const int64_t q_row0 = int64_t{batch} * seqlen_q, tq_row0 = int64_t{element} * seqlen_q;
-  auto load_keys = [&](const HeadRows& rows, int64_t row0, KvTile tile) {
-    if (rows.data)
-      TileLoader<kThreads, KvTile>(rows, row0 + n_start, kv_head).load(tile, n_start, mask.kv_length);
-  };
-  auto load_rows = [&](const HeadRows& rows, int64_t row0, QTile tile) {
-    if (rows.data) {
-      TileLoader<kThreads, QTile>(rows, row0 + walk.m_start, walk.head)
-          .load(tile, walk.m_start, mask.q_length);
-    }
-  };
   if (walk.blocks > 0) {
-    load_keys(arguments.k, kv_row0, sK);
-    load_keys(arguments.v, kv_row0, sV);
-    load_keys(arguments.tk, tkv_row0, sTk);
-    load_keys(arguments.tv, tkv_row0, sTv);
-    ptx::copy_async_commit();
-    ptx::copy_async_wait<0>();
-    for (const KvTile& tile : {sK, sV, sTk, sTv}) TileLoader<kThreads, KvTile>::round(tile);
+    keys.load(arguments.k, arguments.v, arguments.tk, arguments.tv, kv_row0, tkv_row0, kv_head, n_start,
+              mask.kv_length);
+    keys.round();
   }
 
   float tdk[kDkvRows / 16][kDkvColumns / 8][4], tdv[kDkvRows / 16][kDkvColumns / 8][4];
@@ -250,34 +290,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   for (; walk.blocks > 0; walk.advance()) {
     const int head = walk.head, row0 = walk.m_start + score_row, column0 = n_start + score_column;
     const Pairs<false> pairs{params, arguments.pairs, batch, head};
-    RowTangents<kMTiles> rows;
-    load_row_tangents(rows, params, direction, batch, head, row0);
+    RowTangents<kMTiles> stats;
+    load_row_tangents(stats, params, direction, batch, head, row0);
     __syncthreads();  // all threads have finished with the rows before
-    load_rows(arguments.q, q_row0, sQ);
-    load_rows(arguments.dout, q_row0, sDout);
-    load_rows(arguments.tq, tq_row0, sTq);
-    load_rows(arguments.tdout, tq_row0, sTdout);
-    ptx::copy_async_commit();
-    ptx::copy_async_wait<0>();
+    rows.load(arguments.q, arguments.dout, arguments.tq, arguments.tdout, q_row0, tq_row0, head, walk.m_start,
+              mask.q_length);
     __syncthreads();
-
-    // ---- s = q k^T, ts = tq k^T + q tk^T, dp = dout v^T, tdp = dout tv^T + tdout v^T ----
-    using Scores = float[kMTiles][kNTiles][4];
-    Scores p, ds, tds, tp;
-    auto add_product = [&](Scores& scores, QTile a, KvTile b) {
-      multiply_add<Arithmetic, kSteps>(scores, KMajorA<Arithmetic, QTile, kMTiles>(a, score_row),
-                                       KMajorB<Arithmetic, KvTile>(b, score_column));
-    };
-    for_each_tile([](Scores& x) { clear(x); }, p, ds, tds, tp);
-    add_product(p, sQ, sK);
-    add_product(ds, sDout, sV);
-    if (params.tq) add_product(tds, sTq, sK);
-    if (params.tk) add_product(tds, sQ, sTk);
-    if (params.tdout) add_product(tp, sTdout, sV);
-    if (params.tv) add_product(tp, sDout, sTv);
+    float p[kMTiles][kNTiles][4], ds[kMTiles][kNTiles][4], tds[kMTiles][kNTiles][4], tp[kMTiles][kNTiles][4];
+    multiply_tiles<Config>(p, ds, tds, tp, params, rows, score_row, keys, score_column);
 
     // ---- p, ds and their derivatives, as operands ----
-    score_tangents<Config>(p, ds, tds, tp, arguments, pairs, mask, rows, direction, batch, head, row0,
+    score_tangents<Config>(p, ds, tds, tp, arguments, pairs, mask, stats, direction, batch, head, row0,
                            column0, walk.is_whole());
     store_accumulators<Arithmetic>(sP, score_row, score_column, p);
     store_accumulators<Arithmetic>(sTp, score_row, score_column, tp);
@@ -291,10 +314,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
           sums, MnMajorA<Arithmetic, ScoreTile, kDkvRows / 16>(weights, dkv_row),
           MnMajorB<Arithmetic, QTile>(from, dkv_column));
     };
-    add_to_keys(tdv, sTp, sDout);
-    if (params.tdout) add_to_keys(tdv, sP, sTdout);
-    add_to_keys(tdk, sTds, sQ);
-    if (params.tq) add_to_keys(tdk, sDs, sTq);
+    add_to_keys(tdv, sTp, rows.y);
+    if (params.tdout) add_to_keys(tdv, sP, rows.ty);
+    add_to_keys(tdk, sTds, rows.x);
+    if (params.tq) add_to_keys(tdk, sDs, rows.tx);
   }
 
   // ---- Write tdk and tdv; keys beyond the length get zeros ----
@@ -341,10 +364,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   using Element = typename Config::Element;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
-  constexpr int kHeadDim = Config::kHeadDim, kThreads = Config::kThreads;
+  using RowTiles = FourTiles<QTile, Config::kThreads>;
+  using KeyTiles = FourTiles<KvTile, Config::kThreads>;
+  constexpr int kHeadDim = Config::kHeadDim;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kWarpRows = Config::kWarpRows;
   constexpr int kMTiles = kWarpRows / 16, kNTiles = kBlockN / 8;
-  constexpr int kSteps = kHeadDim / kStepK<Arithmetic>, kKeySteps = kBlockN / kStepK<Arithmetic>;
+  constexpr int kKeySteps = kBlockN / kStepK<Arithmetic>;
   const BackwardTangentParams& params = arguments.params;
 
   // ---- Tile: the last rows come first; with a causal mask they see the most keys ----
@@ -366,33 +391,20 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const Pairs<false> pairs{params, arguments.pairs, batch, head};
 
   extern __shared__ __align__(128) uint8_t shared[];
-  const QTile sQ{ptx::shared_address(shared)};  // [kBlockM, kHeadDim], and the next three
-  const QTile sDout{sQ.base + QTile::kBytes}, sTq{sDout.base + QTile::kBytes},
-      sTdout{sTq.base + QTile::kBytes};
-  const KvTile sK{sTdout.base + QTile::kBytes};  // [kBlockN, kHeadDim], and the next three
-  const KvTile sV{sK.base + KvTile::kBytes}, sTk{sV.base + KvTile::kBytes}, sTv{sTk.base + KvTile::kBytes};
+  const RowTiles rows(ptx::shared_address(shared));      // [4, kBlockM, kHeadDim]: q, dout, tq, tdout
+  const KeyTiles tiles(rows.x.base + RowTiles::kBytes);  // [4, kBlockN, kHeadDim]: k, v, tk, tv
 
   const int64_t kv_row0 = int64_t{batch} * seqlen_kv, tkv_row0 = int64_t{element} * seqlen_kv;
   const int64_t q_row0 = int64_t{batch} * seqlen_q, tq_row0 = int64_t{element} * seqlen_q;
-  auto load_rows = [&](const HeadRows& rows, int64_t row0, QTile tile) {
-    if (rows.data) TileLoader<kThreads, QTile>(rows, row0 + m_start, head).load(tile, m_start, mask.q_length);
-  };
-  auto load_keys = [&](const HeadRows& rows, int64_t row0, KvTile tile, int row) {
-    if (rows.data) TileLoader<kThreads, KvTile>(rows, row0 + row, kv_head).load(tile, row, mask.kv_length);
-  };
   if (keys.count > 0) {
-    load_rows(arguments.q, q_row0, sQ);
-    load_rows(arguments.dout, q_row0, sDout);
-    load_rows(arguments.tq, tq_row0, sTq);
-    load_rows(arguments.tdout, tq_row0, sTdout);
-    ptx::copy_async_commit();
-    ptx::copy_async_wait<0>();
-    for (const QTile& tile : {sQ, sDout, sTq, sTdout}) TileLoader<kThreads, QTile>::round(tile);
+    rows.load(arguments.q, arguments.dout, arguments.tq, arguments.tdout, q_row0, tq_row0, head, m_start,
+              mask.q_length);
+    rows.round();
   }
 
   const int warp_row = threadIdx.x / 32 * kWarpRows, warp_m = m_start + warp_row;
-  RowTangents<kMTiles> rows;
-  load_row_tangents(rows, params, direction, batch, head, warp_m);
+  RowTangents<kMTiles> stats;
+  load_row_tangents(stats, params, direction, batch, head, warp_m);
   float tdq[kMTiles][kHeadDim / 8][4];  // [kWarpRows, kHeadDim]
   clear(tdq);
 
@@ -400,30 +412,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   for (int block = 0; block < keys.count; ++block) {
     const int n_start = keys.start(block);
     __syncthreads();  // all threads have finished with the keys before
-    load_keys(arguments.k, kv_row0, sK, n_start);
-    load_keys(arguments.v, kv_row0, sV, n_start);
-    load_keys(arguments.tk, tkv_row0, sTk, n_start);
-    load_keys(arguments.tv, tkv_row0, sTv, n_start);
-    ptx::copy_async_commit();
-    ptx::copy_async_wait<0>();
+    tiles.load(arguments.k, arguments.v, arguments.tk, arguments.tv, kv_row0, tkv_row0, kv_head, n_start,
+               mask.kv_length);
     __syncthreads();
     if (mask.hides(warp_m, kWarpRows, n_start, kBlockN)) continue;
 
-    // ---- s = q k^T, ts = tq k^T + q tk^T, dp = dout v^T, tdp = dout tv^T + tdout v^T ----
     using Scores = float[kMTiles][kNTiles][4];
     Scores p, ds, tds, tp;
-    auto add_product = [&](Scores& scores, QTile a, KvTile b) {
-      multiply_add<Arithmetic, kSteps>(scores, KMajorA<Arithmetic, QTile, kMTiles>(a, warp_row),
-                                       KMajorB<Arithmetic, KvTile>(b, 0));
-    };
-    for_each_tile([](Scores& x) { clear(x); }, p, ds, tds, tp);
-    add_product(p, sQ, sK);
-    add_product(ds, sDout, sV);
-    if (params.tq) add_product(tds, sTq, sK);
-    if (params.tk) add_product(tds, sQ, sTk);
-    if (params.tdout) add_product(tp, sTdout, sV);
-    if (params.tv) add_product(tp, sDout, sTv);
-    score_tangents<Config>(p, ds, tds, tp, arguments, pairs, mask, rows, direction, batch, head, warp_m,
+    multiply_tiles<Config>(p, ds, tds, tp, params, rows, warp_row, tiles, 0);
+    score_tangents<Config>(p, ds, tds, tp, arguments, pairs, mask, stats, direction, batch, head, warp_m,
                            n_start, keys.is_whole(block));
 
     // ---- tdq += tds k + ds tk ----
@@ -433,17 +430,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       multiply_add<Arithmetic, kKeySteps, /*kLongSum=*/true>(tdq, operand,
                                                              MnMajorB<Arithmetic, KvTile>(from, 0));
     };
-    add_to_rows(tds, sK);
-    if (params.tk) add_to_rows(ds, sTk);
+    add_to_rows(tds, tiles.x);
+    if (params.tk) add_to_rows(ds, tiles.tx);
   }
 
   // ---- Write tdq; rows that see no key get zeros ----
   const int head_dim = arguments.q.head_dim;
-  for_each_accumulator_row(rows.lse_log2, [&](int mt, int h) {
+  for_each_accumulator_row(stats.lse_log2, [&](int mt, int h) {
     const int row = warp_m + accumulator_row(mt, h);
     if (row >= seqlen_q) return;
     // In a fully masked row, other rows of its tile may have left 0 * NaN.
-    const bool seeing = mask.first_key(row) <= mask.last_key(row) && rows.lse_log2[mt][h] != INFINITY;
+    const bool seeing = mask.first_key(row) <= mask.last_key(row) && stats.lse_log2[mt][h] != INFINITY;
     Element* gTdq = static_cast<Element*>(params.tdq) + ((tq_row0 + row) * num_heads + head) * head_dim;
     for_each_run<Arithmetic>(tdq, mt, h, [&](int column, const auto& values) {
       store_run<Arithmetic>(gTdq, column, head_dim, seeing, arguments.logit.scale, values);
