@@ -52,6 +52,26 @@ def test_every_symbol_of_the_walk_is_where_it_says(files, step):
         assert symbol.partition("(")[0] in sources
 
 
+EXCERPTS = [
+    (page, source, dict(re.findall(r"^:([\w-]+): (.*)$", options, re.MULTILINE)))
+    for page in PAGES
+    for source, options in re.findall(
+        r"^```\{literalinclude\} (\S+)\n((?::.*\n)*)", page.read_text(), re.MULTILINE
+    )
+]
+
+
+@pytest.mark.parametrize(("page", "source", "options"), EXCERPTS)
+def test_every_excerpt_is_in_its_source(page, source, options):
+    """Sphinx checks it, too, but not after every change to a source."""
+    text = (page.parent / source).read_text()
+    for bound in (
+        options[name].strip('"') for name in ("start-at", "end-at", "end-before") if name in options
+    ):
+        assert bound in text
+        text = text[text.index(bound) + len(bound) :]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_fits_into_its_column(page):
     blocks = re.findall(r"^```[^\n]*\n(.*?)^``` *$", page.read_text(), re.MULTILINE | re.DOTALL)
