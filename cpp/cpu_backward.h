@@ -106,46 +106,47 @@ struct BackwardShared {
   T* dq_accum;                        // [B, T, N, H]: dq, summed over the tiles of keys
   std::atomic<int64_t>* blocks_done;  // [B, K, tiles of keys]: see Turns
 
-  template <typename Storage>
-  BackwardShared(const BackwardParams& params, Arena& arena, const Storage*) {
+  BackwardShared(const BackwardParams& params, Arena& arena) {
     const int64_t rows = params.batch * params.seqlen_q * params.num_heads;
     delta = arena.Take<T>(rows);
     dq_accum = static_cast<T*>(params.dq);
-    if constexpr (!std::is_same_v<Storage, T>) dq_accum = arena.Take<T>(rows * params.head_dim);
+    if (!IsComputeType<T>(params.dtype)) dq_accum = arena.Take<T>(rows * params.head_dim);
     const int64_t tiles = params.batch * params.num_kv_heads * DivideUp(params.seqlen_kv, kBackwardN);
     blocks_done = arena.Take<std::atomic<int64_t>>(tiles);
   }
 };
 
-// The product of two rows of [B, T, N, Hv].
-template <typename Storage, typename T = ComputeType<Storage>>
-T RowProduct(const void* a, const void* b, int64_t row, int64_t width) {
-  const Storage* a_row = static_cast<const Storage*>(a) + row * width;
-  const Storage* b_row = static_cast<const Storage*>(b) + row * width;
+// The product of two rows of the same dtype.
+template <typename T>
+T RowProduct(Stored<const void> a, Stored<const void> b, int64_t width) {
   T sums[kLanes<T>] = {};
-  for (int64_t column = 0; column < width; column += kLanes<T>) {
-    const int64_t lanes = std::min(kLanes<T>, width - column);
-    for (int64_t lane = 0; lane < lanes; ++lane) {
-      sums[lane] += ToCompute(a_row[column + lane]) * ToCompute(b_row[column + lane]);
+  Visit<T>(a, [&]<typename Storage>(const Storage* a_row) {
+    const Storage* b_row = static_cast<const Storage*>(b.data);
+    for (int64_t column = 0; column < width; column += kLanes<T>) {
+      const int64_t lanes = std::min(kLanes<T>, width - column);
+      for (int64_t lane = 0; lane < lanes; ++lane) {
+        sums[lane] += ToCompute(a_row[column + lane]) * ToCompute(b_row[column + lane]);
+      }
     }
-  }
+  });
   T product = 0;
   for (T sum : sums) product += sum;
   return product;
 }
 
 // rowsum(dout * out) - dlse for one row of [B, T, N]. The cotangent of an infinite lse is ignored.
-template <typename Storage, typename Params, typename T = ComputeType<Storage>>
+template <typename T, typename Params>
 T Delta(const Params& params, int64_t row) {
-  const T delta = RowProduct<Storage>(params.dout, params.out, row, params.head_dim_v);
+  const auto at = [&](const void* tensor) { return Stored{tensor, params.dtype} + row * params.head_dim_v; };
+  const T delta = RowProduct<T>(at(params.dout), at(params.out), params.head_dim_v);
   const bool counts = params.dlse && !std::isinf(static_cast<const T*>(params.lse)[row]);
   return counts ? delta - static_cast<const T*>(params.dlse)[row] : delta;
 }
 
 // Computes delta of the rows [first, end) of [B, T, N] and sets their dq_accum to 0.
-template <typename Storage, typename T>
+template <typename T>
 void PrepareRows(const BackwardParams& params, int64_t first, int64_t end, const BackwardShared<T>& shared) {
-  for (int64_t row = first; row < end; ++row) shared.delta[row] = Delta<Storage>(params, row);
+  for (int64_t row = first; row < end; ++row) shared.delta[row] = Delta<T>(params, row);
   Zero(shared.dq_accum + first * params.head_dim, (end - first) * params.head_dim);
 }
 
@@ -208,22 +209,22 @@ void RowGradients(const Pairs<T>& pairs, const RowOfPairs<T>& row, int64_t keys,
 }
 
 // dk and dv of one tile of keys of one batch element and key head, and the tile's part of dq.
-template <typename Storage, typename T = ComputeType<Storage>>
+template <typename T>
 void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, int64_t tile_index,
                   const BackwardScratch<T>& scratch, const BackwardShared<T>& shared) {
   const int64_t head_dim = params.head_dim, head_dim_v = params.head_dim_v;
   const int64_t width = RoundUp(head_dim, kLanes<T>), width_v = RoundUp(head_dim_v, kLanes<T>);
   const T scale = params.options.scale, logit_scale = LogitScale<T>(params, batch);
   const T cap = LogitCap<T>(params);
-  const GroupRows q(static_cast<const Storage*>(params.q), params, batch, kv_head, head_dim);
-  const KeyRows k(static_cast<const Storage*>(params.k), params, batch, kv_head, head_dim);
-  const KeyRows v(static_cast<const Storage*>(params.v), params, batch, kv_head, head_dim_v);
-  const GroupRows dout(static_cast<const Storage*>(params.dout), params, batch, kv_head, head_dim_v);
+  const GroupRows q(Stored{params.q, params.dtype}, params, batch, kv_head, head_dim);
+  const KeyRows k(Stored{params.k, params.dtype}, params, batch, kv_head, head_dim);
+  const KeyRows v(Stored{params.v, params.dtype}, params, batch, kv_head, head_dim_v);
+  const GroupRows dout(Stored{params.dout, params.dtype}, params, batch, kv_head, head_dim_v);
   const GroupRows lse(static_cast<const T*>(params.lse), params, batch, kv_head, 1);
   const GroupRows delta(static_cast<const T*>(shared.delta), params, batch, kv_head, 1);
   const GroupRows dq(shared.dq_accum, params, batch, kv_head, head_dim);
-  const KeyRows dk(static_cast<Storage*>(params.dk), params, batch, kv_head, head_dim);
-  const KeyRows dv(static_cast<Storage*>(params.dv), params, batch, kv_head, head_dim_v);
+  const KeyRows dk(Stored{params.dk, params.dtype}, params, batch, kv_head, head_dim);
+  const KeyRows dv(Stored{params.dv, params.dtype}, params, batch, kv_head, head_dim_v);
 
   const int64_t tiles = DivideUp(params.seqlen_kv, kBackwardN);
   Turns turns(shared.blocks_done + (batch * params.num_kv_heads + kv_head) * tiles, tile_index);
@@ -312,9 +313,8 @@ void BackwardTile(const BackwardParams& params, int64_t batch, int64_t kv_head, 
   }
 }
 
-template <typename Storage>
-bool BackwardAs(const BackwardParams& params, ThreadPool& pool) {
-  using T = ComputeType<Storage>;
+template <typename T>
+bool BackwardIn(const BackwardParams& params, ThreadPool& pool) {
   const int64_t rows = params.batch * params.seqlen_q * params.num_heads;
   const int64_t row_items = DivideUp(rows, kBackwardM);  // of the loops over rows
   const int64_t heads = params.batch * params.num_kv_heads;
@@ -322,29 +322,29 @@ bool BackwardAs(const BackwardParams& params, ThreadPool& pool) {
   const int64_t tile_items = heads * tiles;
   const int64_t workers = NumWorkers(pool, tile_items);
   Arena shared_size(nullptr), size(nullptr);
-  BackwardShared<T>(params, shared_size, static_cast<const Storage*>(nullptr));
+  BackwardShared<T>(params, shared_size);
   BackwardScratch<T>(params, size);
   const Scratch memory(shared_size.used() + workers * size.used());
   if (!memory.data()) return false;
   Arena shared_arena(memory.data());
-  const BackwardShared<T> shared(params, shared_arena, static_cast<const Storage*>(nullptr));
+  const BackwardShared<T> shared(params, shared_arena);
   for (int64_t i = 0; i < tile_items; ++i) new (shared.blocks_done + i) std::atomic<int64_t>(0);
 
   ParallelFor(pool, NumWorkers(pool, row_items), row_items, [&](int64_t, int64_t item) {
-    PrepareRows<Storage>(params, item * kBackwardM, std::min((item + 1) * kBackwardM, rows), shared);
+    PrepareRows<T>(params, item * kBackwardM, std::min((item + 1) * kBackwardM, rows), shared);
   });
   // Items take one tile of every head in turn, so the tiles of a head seldom wait for one another.
   ParallelFor(pool, workers, tile_items, [&](int64_t worker, int64_t item) {
     Arena arena(memory.data() + shared_size.used() + worker * size.used());
     const int64_t head = item % heads;
-    BackwardTile<Storage>(params, head / params.num_kv_heads, head % params.num_kv_heads, item / heads,
-                          BackwardScratch<T>(params, arena), shared);
+    BackwardTile<T>(params, head / params.num_kv_heads, head % params.num_kv_heads, item / heads,
+                    BackwardScratch<T>(params, arena), shared);
   });
-  if constexpr (!std::is_same_v<Storage, T>) {
+  if (!IsComputeType<T>(params.dtype)) {
     ParallelFor(pool, NumWorkers(pool, row_items), row_items, [&](int64_t, int64_t item) {
       const int64_t first = item * kBackwardM * params.head_dim;
       const int64_t end = std::min((item + 1) * kBackwardM, rows) * params.head_dim;
-      StoreRow(static_cast<Storage*>(params.dq) + first, shared.dq_accum + first, T(1), end - first);
+      StoreRow(Stored{params.dq, params.dtype} + first, shared.dq_accum + first, T(1), end - first);
     });
   }
   return true;

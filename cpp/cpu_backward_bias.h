@@ -32,15 +32,14 @@ struct BiasScratch {
 };
 
 // The rows of one batch element and query head in q or dout.
-template <typename Storage>
 struct HeadRows {
-  const Storage* data;
+  Stored<const void> data;
   int64_t stride, width;
-  const Storage* Row(int64_t row) const { return data + row * stride; }
+  Stored<const void> Row(int64_t row) const { return data + row * stride; }
 };
 
 // Adds one head's ds of the tile to the sums.
-template <typename Storage, typename T = ComputeType<Storage>>
+template <typename T>
 void AddBiasGradient(const BackwardParams& params, int64_t batch, int64_t head, int64_t row0, int64_t key0,
                      const BiasScratch<T>& scratch) {
   const Mask mask(params, batch);
@@ -60,12 +59,11 @@ void AddBiasGradient(const BackwardParams& params, int64_t batch, int64_t head, 
   // ---- S = q k^T, dP = dout v^T ----
   const int64_t head_dim = params.head_dim, head_dim_v = params.head_dim_v;
   const int64_t q_row0 = batch * params.seqlen_q * params.num_heads + head;
-  const HeadRows<Storage> q{static_cast<const Storage*>(params.q) + q_row0 * head_dim,
-                            params.num_heads * head_dim, head_dim};
-  const HeadRows<Storage> dout{static_cast<const Storage*>(params.dout) + q_row0 * head_dim_v,
-                               params.num_heads * head_dim_v, head_dim_v};
-  const KeyRows k(static_cast<const Storage*>(params.k), params, batch, kv_head, head_dim);
-  const KeyRows v(static_cast<const Storage*>(params.v), params, batch, kv_head, head_dim_v);
+  const HeadRows q{Stored{params.q, params.dtype} + q_row0 * head_dim, params.num_heads * head_dim, head_dim};
+  const HeadRows dout{Stored{params.dout, params.dtype} + q_row0 * head_dim_v, params.num_heads * head_dim_v,
+                      head_dim_v};
+  const KeyRows k(Stored{params.k, params.dtype}, params, batch, kv_head, head_dim);
+  const KeyRows v(Stored{params.v, params.dtype}, params, batch, kv_head, head_dim_v);
   const int64_t tile_rows = RoundUp(rows, kRowStep), lanes_end = RoundUp(keys, kLanes<T>);
   LoadRows(q, row0, row0 + rows, nullptr, scratch.q, head_dim, tile_rows);
   LoadRows(dout, row0, row0 + rows, nullptr, scratch.dout, head_dim_v, tile_rows);
@@ -91,7 +89,7 @@ void AddBiasGradient(const BackwardParams& params, int64_t batch, int64_t head, 
                      .end = std::clamp<int64_t>(seen.end - key0, first, keys),
                      .visible = scratch.visible + i * kBiasN,
                      .lse = static_cast<const T*>(params.lse)[stats_row],
-                     .delta = Delta<Storage>(params, stats_row)},
+                     .delta = Delta<T>(params, stats_row)},
                     keys, LogitScale<T>(params, batch), LogitCap<T>(params), scratch.p + i * kBiasN, ds);
     for (int64_t j = 0; j < keys; ++j) {
       const T weight = params.alibi_slopes ? -pairs.Distance(group_row(i), key0 + j) : T(1);
@@ -100,9 +98,8 @@ void AddBiasGradient(const BackwardParams& params, int64_t batch, int64_t head, 
   }
 }
 
-template <typename Storage>
-bool BackwardBiasAs(const BackwardParams& params, ThreadPool& pool) {
-  using T = ComputeType<Storage>;
+template <typename T>
+bool BackwardBiasIn(const BackwardParams& params, ThreadPool& pool) {
   const int64_t heads = params.dbias_num_heads;
   if (!params.dbias_batch || !heads) return true;
   const int64_t batches_a_sum = params.batch / params.dbias_batch, heads_a_sum = params.num_heads / heads;
@@ -124,7 +121,7 @@ bool BackwardBiasAs(const BackwardParams& params, ThreadPool& pool) {
     Zero(scratch.sums, kBiasM * kBiasN);
     for (int64_t b = batch * batches_a_sum; b < (batch + 1) * batches_a_sum; ++b) {
       for (int64_t n = head * heads_a_sum; n < (head + 1) * heads_a_sum; ++n) {
-        AddBiasGradient<Storage>(params, b, n, row0, key0, scratch);
+        AddBiasGradient<T>(params, b, n, row0, key0, scratch);
       }
     }
 

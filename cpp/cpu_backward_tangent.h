@@ -50,29 +50,26 @@ struct BackwardTangentShared {
   T* tdq_accum;                       // [D, B, T, N, H]: tdq, summed over the tiles of keys
   std::atomic<int64_t>* blocks_done;  // [D, B, K, tiles of keys]: see Turns
 
-  template <typename Storage>
-  BackwardTangentShared(const BackwardTangentParams& params, Arena& arena, const Storage*) {
+  BackwardTangentShared(const BackwardTangentParams& params, Arena& arena) {
     const int64_t rows = params.batch * params.seqlen_q * params.num_heads,
                   directions = params.num_directions;
     delta = arena.Take<T>(rows);
     tdelta = arena.Take<T>(directions * rows);
     tdq_accum = static_cast<T*>(params.tdq);
-    if constexpr (!std::is_same_v<Storage, T>) tdq_accum = arena.Take<T>(directions * rows * params.head_dim);
+    if (!IsComputeType<T>(params.dtype)) tdq_accum = arena.Take<T>(directions * rows * params.head_dim);
     const int64_t heads = directions * params.batch * params.num_kv_heads;
     blocks_done = arena.Take<std::atomic<int64_t>>(heads * DivideUp(params.seqlen_kv, kBackwardTangentN));
   }
 };
 
 // The derivative of delta in one row of [D, B, T, N], which is `primal_row` of [B, T, N].
-template <typename Storage, typename T = ComputeType<Storage>>
+template <typename T>
 T DeltaTangent(const BackwardTangentParams& params, int64_t row, int64_t primal_row) {
   const int64_t width = params.head_dim_v;
-  const auto at = [&](const void* tensor, int64_t r) {
-    return static_cast<const Storage*>(tensor) + r * width;
-  };
-  T tdelta = RowProduct<Storage>(at(params.dout, primal_row), at(params.tout, row), 0, width);
+  const auto at = [&](const void* tensor, int64_t r) { return Stored{tensor, params.dtype} + r * width; };
+  T tdelta = RowProduct<T>(at(params.dout, primal_row), at(params.tout, row), width);
   if (params.tdout) {
-    tdelta += RowProduct<Storage>(at(params.tdout, row), at(params.out, primal_row), 0, width);
+    tdelta += RowProduct<T>(at(params.tdout, row), at(params.out, primal_row), width);
   }
   const bool counts = params.tdlse && !std::isinf(static_cast<const T*>(params.lse)[primal_row]);
   return counts ? tdelta - static_cast<const T*>(params.tdlse)[row] : tdelta;
@@ -109,7 +106,7 @@ void GradientTangents(const RowTangents<T>& row, int64_t keys, T scale, T cap, T
 
 // tdk and tdv of one tile of keys of one batch element and key head in one direction, and the tile's part of
 // tdq.
-template <typename Storage, typename T = ComputeType<Storage>>
+template <typename T>
 void BackwardTangentTile(const BackwardTangentParams& params, int64_t direction, int64_t batch,
                          int64_t kv_head, int64_t tile_index, const BackwardTangentScratch<T>& scratch,
                          const BackwardTangentShared<T>& shared) {
@@ -118,23 +115,23 @@ void BackwardTangentTile(const BackwardTangentParams& params, int64_t direction,
   const int64_t width = RoundUp(head_dim, kLanes<T>), width_v = RoundUp(head_dim_v, kLanes<T>);
   const T scale = params.options.scale, cap = LogitCap<T>(params);
   // The rows of a tensor [B, ...], or of this direction's part of one [D, B, ...].
-  const auto group_rows = [&](auto* tensor, int64_t d, int64_t row_width) {
+  const auto group_rows = [&](auto tensor, int64_t d, int64_t row_width) {
     const int64_t size = params.batch * params.seqlen_q * params.num_heads * row_width;
     return GroupRows(tensor + d * size, params, batch, kv_head, row_width);
   };
-  const auto key_rows = [&](auto* tensor, int64_t d, int64_t row_width) {
+  const auto key_rows = [&](auto tensor, int64_t d, int64_t row_width) {
     const int64_t size = params.batch * params.seqlen_kv * params.num_kv_heads * row_width;
     return KeyRows(tensor + d * size, params, batch, kv_head, row_width);
   };
-  const auto stored = [](const void* tensor) { return static_cast<const Storage*>(tensor); };
+  const auto stored = [&](const void* tensor) { return Stored{tensor, params.dtype}; };
   const GroupRows q = group_rows(stored(params.q), 0, head_dim);
   const GroupRows dout = group_rows(stored(params.dout), 0, head_dim_v);
   const GroupRows lse = group_rows(static_cast<const T*>(params.lse), 0, 1);
   const GroupRows tlse = group_rows(static_cast<const T*>(params.tlse), direction, 1);
   const GroupRows delta = group_rows(shared.delta, 0, 1), tdelta = group_rows(shared.tdelta, direction, 1);
   const GroupRows tdq = group_rows(shared.tdq_accum, direction, head_dim);
-  const KeyRows tdk = key_rows(static_cast<Storage*>(params.tdk), direction, head_dim);
-  const KeyRows tdv = key_rows(static_cast<Storage*>(params.tdv), direction, head_dim_v);
+  const KeyRows tdk = key_rows(Stored{params.tdk, params.dtype}, direction, head_dim);
+  const KeyRows tdv = key_rows(Stored{params.tdv, params.dtype}, direction, head_dim_v);
 
   const int64_t tiles = DivideUp(params.seqlen_kv, kN);
   const int64_t head = (direction * params.batch + batch) * params.num_kv_heads + kv_head;
@@ -175,7 +172,7 @@ void BackwardTangentTile(const BackwardTangentParams& params, int64_t direction,
       }
       const SeenKeys& seen = scratch.seen;
       const bool masked = seen.Find(mask, q.group, block_first, rows, {tile, tile_end});
-      const auto load = [&](const GroupRows<const Storage>& tensor, T* to, int64_t to_width) {
+      const auto load = [&](const GroupRows<Stored<const void>>& tensor, T* to, int64_t to_width) {
         LoadRows(tensor, block_first, block_first + rows, masked ? seen.sees : nullptr, to, to_width,
                  RoundUp(rows, kRowStep));
       };
@@ -280,23 +277,21 @@ void BackwardTangentTile(const BackwardTangentParams& params, int64_t direction,
   }
 }
 
-template <typename Storage>
-bool BackwardTangentAs(const BackwardTangentParams& params, ThreadPool& pool) {
-  using T = ComputeType<Storage>;
+template <typename T>
+bool BackwardTangentIn(const BackwardTangentParams& params, ThreadPool& pool) {
   constexpr int64_t kRows = 64;  // of an item of the loops over rows
   const int64_t rows = params.batch * params.seqlen_q * params.num_heads;  // of one direction
   const int64_t all_rows = params.num_directions * rows;
   const int64_t heads = params.batch * params.num_kv_heads, all_heads = params.num_directions * heads;
   const int64_t tile_items = all_heads * DivideUp(params.seqlen_kv, kBackwardTangentN);
   const int64_t workers = NumWorkers(pool, tile_items);
-  const Storage* const kStored = nullptr;
   Arena shared_size(nullptr), size(nullptr);
-  BackwardTangentShared<T>(params, shared_size, kStored);
+  BackwardTangentShared<T>(params, shared_size);
   BackwardTangentScratch<T>(params, size);
   const Scratch memory(shared_size.used() + workers * size.used());
   if (!memory.data()) return false;
   Arena shared_arena(memory.data());
-  const BackwardTangentShared<T> shared(params, shared_arena, kStored);
+  const BackwardTangentShared<T> shared(params, shared_arena);
   for (int64_t i = 0; i < tile_items; ++i) new (shared.blocks_done + i) std::atomic<int64_t>(0);
 
   // The loop over rows of [D, B, T, N]; `body` gets the first and the end of some.
@@ -307,8 +302,8 @@ bool BackwardTangentAs(const BackwardTangentParams& params, ThreadPool& pool) {
   };
   for_rows([&](int64_t first, int64_t end) {
     for (int64_t row = first; row < end; ++row) {
-      if (row < rows) shared.delta[row] = Delta<Storage>(params, row);
-      shared.tdelta[row] = DeltaTangent<Storage>(params, row, row % rows);
+      if (row < rows) shared.delta[row] = Delta<T>(params, row);
+      shared.tdelta[row] = DeltaTangent<T>(params, row, row % rows);
     }
     Zero(shared.tdq_accum + first * params.head_dim, (end - first) * params.head_dim);
   });
@@ -316,13 +311,13 @@ bool BackwardTangentAs(const BackwardTangentParams& params, ThreadPool& pool) {
   ParallelFor(pool, workers, tile_items, [&](int64_t worker, int64_t item) {
     Arena arena(memory.data() + shared_size.used() + worker * size.used());
     const int64_t head = item % all_heads;
-    BackwardTangentTile<Storage>(params, head / heads, head % heads / params.num_kv_heads,
-                                 head % params.num_kv_heads, item / all_heads,
-                                 BackwardTangentScratch<T>(params, arena), shared);
+    BackwardTangentTile<T>(params, head / heads, head % heads / params.num_kv_heads,
+                           head % params.num_kv_heads, item / all_heads,
+                           BackwardTangentScratch<T>(params, arena), shared);
   });
-  if constexpr (!std::is_same_v<Storage, T>) {
+  if (!IsComputeType<T>(params.dtype)) {
     for_rows([&](int64_t first, int64_t end) {
-      StoreRow(static_cast<Storage*>(params.tdq) + first * params.head_dim,
+      StoreRow(Stored{params.tdq, params.dtype} + first * params.head_dim,
                shared.tdq_accum + first * params.head_dim, T(1), (end - first) * params.head_dim);
     });
   }

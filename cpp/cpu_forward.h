@@ -92,16 +92,16 @@ void DropPairs(const Pairs<T>& pairs, const ForwardScratch<T>& scratch, int64_t 
 }
 
 // Forward pass of one block of query rows (see GroupRows) of one batch element and key head.
-template <typename Storage, typename T = ComputeType<Storage>>
+template <typename T>
 void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, int64_t block,
                   const ForwardScratch<T>& scratch) {
   const int64_t head_dim = params.head_dim, head_dim_v = params.head_dim_v;
   const int64_t width_v = RoundUp(head_dim_v, kLanes<T>);
   const T scale = LogitScale<T>(params, batch), cap = LogitCap<T>(params);
-  const GroupRows q(static_cast<const Storage*>(params.q), params, batch, kv_head, head_dim);
-  const KeyRows k(static_cast<const Storage*>(params.k), params, batch, kv_head, head_dim);
-  const KeyRows v(static_cast<const Storage*>(params.v), params, batch, kv_head, head_dim_v);
-  const GroupRows out(static_cast<Storage*>(params.out), params, batch, kv_head, head_dim_v);
+  const GroupRows q(Stored{params.q, params.dtype}, params, batch, kv_head, head_dim);
+  const KeyRows k(Stored{params.k, params.dtype}, params, batch, kv_head, head_dim);
+  const KeyRows v(Stored{params.v, params.dtype}, params, batch, kv_head, head_dim_v);
+  const GroupRows out(Stored{params.out, params.dtype}, params, batch, kv_head, head_dim_v);
   const GroupRows lse(static_cast<T*>(params.lse), params, batch, kv_head, 1);
   const T infinity = std::numeric_limits<T>::infinity();
   const T* sinks = static_cast<const T*>(params.sinks);
@@ -204,9 +204,8 @@ void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, i
   }
 }
 
-template <typename Storage>
-bool ForwardAs(const ForwardParams& params, ThreadPool& pool) {
-  using T = ComputeType<Storage>;
+template <typename T>
+bool ForwardIn(const ForwardParams& params, ThreadPool& pool) {
   const int64_t blocks = DivideUp(params.seqlen_q * GroupSize(params), kForwardM);
   const int64_t items = params.batch * params.num_kv_heads * blocks;
   const int64_t workers = NumWorkers(pool, items);
@@ -219,8 +218,8 @@ bool ForwardAs(const ForwardParams& params, ThreadPool& pool) {
     Arena arena(memory.data() + worker * size.used());
     const int64_t block = blocks - 1 - item % blocks;  // last blocks first: causal, they are the longest
     const int64_t head = item / blocks;
-    ForwardBlock<Storage>(params, head / params.num_kv_heads, head % params.num_kv_heads, block,
-                          ForwardScratch<T>(params, arena));
+    ForwardBlock<T>(params, head / params.num_kv_heads, head % params.num_kv_heads, block,
+                    ForwardScratch<T>(params, arena));
   });
   return true;
 }

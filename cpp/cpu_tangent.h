@@ -112,7 +112,7 @@ T WeighRow(const T* p_slope, int64_t keys, T* ts) {
 }
 
 // The directions [first_direction, first_direction + directions) of one block of query rows (see GroupRows).
-template <typename Storage, typename T = ComputeType<Storage>>
+template <typename T>
 void TangentBlock(const TangentParams& params, int64_t batch, int64_t kv_head, int64_t block,
                   int64_t first_direction, int64_t directions, const TangentScratch<T>& scratch) {
   const int64_t head_dim = params.head_dim, head_dim_v = params.head_dim_v;
@@ -121,18 +121,18 @@ void TangentBlock(const TangentParams& params, int64_t batch, int64_t kv_head, i
   const T cap = params.options.logits_soft_cap;
   const T infinity = std::numeric_limits<T>::infinity();
   // The rows of direction d in a tensor [D, ...] whose directions have `size` elements.
-  const auto group_rows = [&](auto* tensor, int64_t d, int64_t width) {
+  const auto group_rows = [&](auto tensor, int64_t d, int64_t width) {
     const int64_t size = params.batch * params.seqlen_q * params.num_heads * width;
     return GroupRows(tensor + d * size, params, batch, kv_head, width);
   };
   const auto key_rows = [&](const void* tensor, int64_t d, int64_t width) {
     const int64_t size = params.batch * params.seqlen_kv * params.num_kv_heads * width;
-    return KeyRows(static_cast<const Storage*>(tensor) + d * size, params, batch, kv_head, width);
+    return KeyRows(Stored{tensor, params.dtype} + d * size, params, batch, kv_head, width);
   };
-  const GroupRows q = group_rows(static_cast<const Storage*>(params.q), 0, head_dim);
+  const GroupRows q = group_rows(Stored{params.q, params.dtype}, 0, head_dim);
   const KeyRows k = key_rows(params.k, 0, head_dim);
   const KeyRows v = key_rows(params.v, 0, head_dim_v);
-  const GroupRows out = group_rows(static_cast<const Storage*>(params.out), 0, head_dim_v);
+  const GroupRows out = group_rows(Stored{params.out, params.dtype}, 0, head_dim_v);
   const GroupRows lse = group_rows(static_cast<const T*>(params.lse), 0, 1);
 
   const Mask mask(params, batch);
@@ -216,8 +216,8 @@ void TangentBlock(const TangentParams& params, int64_t batch, int64_t kv_head, i
         // ---- tS = tq k^T + q tk^T ----
         Zero(scratch.ts, kTangentM * kTangentN);
         if (params.tq) {
-          LoadRows(group_rows(static_cast<const Storage*>(params.tq), d, head_dim), block_first,
-                   block_first + rows, nullptr, scratch.tq, head_dim, tile_rows);
+          LoadRows(group_rows(Stored{params.tq, params.dtype}, d, head_dim), block_first, block_first + rows,
+                   nullptr, scratch.tq, head_dim, tile_rows);
           Multiply<Layout::kRowMajor, Into::kAccumulate>(rows, keys, head_dim, scratch.tq, head_dim,
                                                          scratch.k_t, kTangentN, scratch.ts, kTangentN);
         }
@@ -250,28 +250,28 @@ void TangentBlock(const TangentParams& params, int64_t batch, int64_t kv_head, i
 
   // ---- Store tout and tlse; fully masked rows get 0 ----
   for (int64_t i = 0; i < directions; ++i) {
-    const GroupRows tout = group_rows(static_cast<Storage*>(params.tout), first_direction + i, head_dim_v);
+    const GroupRows tout = group_rows(Stored{params.tout, params.dtype}, first_direction + i, head_dim_v);
     const GroupRows tlse = group_rows(static_cast<T*>(params.tlse), first_direction + i, 1);
     for (int64_t row = 0; row < block_end - block_first; ++row) {
-      Storage* to = tout.Row(block_first + row);
       *tlse.Row(block_first + row) = row < rows ? scratch.tlse[i * kTangentM + row] : T(0);
       if (row >= rows || *lse.Row(block_first + row) == -infinity) {
-        ZeroRow(to, head_dim_v);
+        ZeroRow(tout.Row(block_first + row), head_dim_v);
         continue;
       }
       const T moved = scratch.tlse[i * kTangentM + row];
-      const T* from = scratch.tout + (i * kTangentM + row) * width_v;
-      const Storage* result = out.Row(block_first + row);
-      for (int64_t column = 0; column < head_dim_v; ++column) {
-        to[column] = FromCompute<Storage>(from[column] - moved * ToCompute(result[column]));
-      }
+      T* moved_out = scratch.tout + (i * kTangentM + row) * width_v;
+      Visit<T>(out.Row(block_first + row), [&](const auto* result) {
+        for (int64_t column = 0; column < head_dim_v; ++column) {
+          moved_out[column] -= moved * ToCompute(result[column]);
+        }
+      });
+      StoreRow(tout.Row(block_first + row), moved_out, T(1), head_dim_v);
     }
   }
 }
 
-template <typename Storage>
-bool TangentAs(const TangentParams& params, ThreadPool& pool) {
-  using T = ComputeType<Storage>;
+template <typename T>
+bool TangentIn(const TangentParams& params, ThreadPool& pool) {
   const int64_t blocks = DivideUp(params.seqlen_q * GroupSize(params), kTangentM);
   const int64_t parts = DivideUp(params.num_directions, kTangentDirections);
   const int64_t items = params.batch * params.num_kv_heads * blocks * parts;
@@ -287,9 +287,9 @@ bool TangentAs(const TangentParams& params, ThreadPool& pool) {
     const int64_t block =
         blocks - 1 - item / parts % blocks;  // last blocks first: causal, they are the longest
     const int64_t head = item / parts / blocks;
-    TangentBlock<Storage>(params, head / params.num_kv_heads, head % params.num_kv_heads, block, first,
-                          std::min(kTangentDirections, params.num_directions - first),
-                          TangentScratch<T>(params, arena));
+    TangentBlock<T>(params, head / params.num_kv_heads, head % params.num_kv_heads, block, first,
+                    std::min(kTangentDirections, params.num_directions - first),
+                    TangentScratch<T>(params, arena));
   });
   return true;
 }

@@ -11,34 +11,69 @@ static_assert(kForwardN % kRowStep == 0);
 static_assert(kBackwardM % kRowStep == 0);
 static_assert(kBackwardN % kRowStep == 0 && kBackwardN % (kColumnStep * kLanes<float>) == 0);
 
+// A place in a tensor of q's dtype. Kernels are compiled for the type in which they compute, float or double,
+// and not once more for each type that they read and write.
+template <typename Void>  // void or const void
+struct Stored {
+  Void* data;
+  DType dtype;
+
+  Stored operator+(int64_t elements) const {
+    using Byte = std::conditional_t<std::is_const_v<Void>, const char, char>;
+    return {static_cast<Byte*>(data) + elements * SizeOf(dtype), dtype};
+  }
+};
+template <typename Void>
+Stored(Void*, DType) -> Stored<Void>;
+
+// Calls `function` with the place as a pointer to the type that is stored there; T is the type to compute in.
+template <typename T, typename Void, typename Function>
+INLINE auto Visit(Stored<Void> place, const Function& function) {
+  const auto as = [&]<typename Storage>(std::type_identity<Storage>) {
+    return function(
+        static_cast<std::conditional_t<std::is_const_v<Void>, const Storage, Storage>*>(place.data));
+  };
+  if constexpr (std::is_same_v<T, float>) {
+    if (place.dtype == DType::kFloat16) return as(std::type_identity<Half>());
+    if (place.dtype == DType::kBFloat16) return as(std::type_identity<BFloat16>());
+  }
+  return as(std::type_identity<T>());
+}
+
+// Whether tensors of this dtype are stored in the type T in which they are computed.
+template <typename T>
+bool IsComputeType(DType dtype) {
+  return SizeOf(dtype) == sizeof(T);
+}
+
 // The query rows of one batch element and key head: those of all query heads that read it, ordered by query,
 // then by head. They share its keys, so they fill tiles together. Row r belongs to query r / group.
-template <typename Storage>
+template <typename Place>  // a pointer, or Stored
 struct GroupRows {
-  Storage* data;   // element [batch, 0, first head of the group, 0]
+  Place data;      // element [batch, 0, first head of the group, 0]
   int64_t stride;  // from one query to the next
   int64_t group;   // query heads per key head
   int64_t width;   // elements of a row
 
-  GroupRows(Storage* tensor, const AttentionParams& params, int64_t batch, int64_t kv_head, int64_t width)
+  GroupRows(Place tensor, const AttentionParams& params, int64_t batch, int64_t kv_head, int64_t width)
       : data(tensor), stride(params.num_heads * width), group(GroupSize(params)), width(width) {
-    data += batch * params.seqlen_q * stride + kv_head * group * width;
+    data = data + (batch * params.seqlen_q * stride + kv_head * group * width);
   }
-  Storage* Row(int64_t row) const { return data + row / group * stride + row % group * width; }
+  Place Row(int64_t row) const { return data + (row / group * stride + row % group * width); }
 };
 
 // The rows of one batch element and key head in k, v or their gradients.
-template <typename Storage>
+template <typename Place>
 struct KeyRows {
-  Storage* data;
+  Place data;
   int64_t stride;
   int64_t width;
 
-  KeyRows(Storage* tensor, const AttentionParams& params, int64_t batch, int64_t kv_head, int64_t width)
+  KeyRows(Place tensor, const AttentionParams& params, int64_t batch, int64_t kv_head, int64_t width)
       : data(tensor), stride(params.num_kv_heads * width), width(width) {
-    data += batch * params.seqlen_kv * stride + kv_head * width;
+    data = data + (batch * params.seqlen_kv * stride + kv_head * width);
   }
-  Storage* Row(int64_t row) const { return data + row * stride; }
+  Place Row(int64_t row) const { return data + row * stride; }
 };
 
 // Copies the tensor's rows [first, end) to the rows of a tile, each padded with zeros to tile_stride. Rows
@@ -51,8 +86,9 @@ void LoadRows(const Rows& tensor, int64_t first, int64_t end, const bool* keep, 
     T* to = tile + row * tile_stride;
     int64_t column = 0;
     if (first + row < end && (!keep || keep[row])) {
-      const auto* from = tensor.Row(first + row);
-      for (; column < tensor.width; ++column) to[column] = ToCompute(from[column]);
+      Visit<T>(tensor.Row(first + row), [&](const auto* from) {
+        for (; column < tensor.width; ++column) to[column] = ToCompute(from[column]);
+      });
     }
     for (; column < tile_stride; ++column) to[column] = 0;
   }
@@ -71,15 +107,15 @@ void Transpose(const T* tile, int64_t tile_stride, int64_t rows, int64_t columns
   }
 }
 
-template <typename Storage, typename T>
-void StoreRow(Storage* to, const T* from, T factor, int64_t width) {
-  for (int64_t column = 0; column < width; ++column) to[column] = FromCompute<Storage>(from[column] * factor);
+template <typename T>
+void StoreRow(Stored<void> place, const T* from, T factor, int64_t width) {
+  Visit<T>(place, [&]<typename Storage>(Storage* to) {
+    for (int64_t column = 0; column < width; ++column)
+      to[column] = FromCompute<Storage>(from[column] * factor);
+  });
 }
 
-template <typename Storage>
-void ZeroRow(Storage* to, int64_t width) {
-  __builtin_memset(to, 0, width * sizeof(Storage));
-}
+void ZeroRow(Stored<void> to, int64_t width) { __builtin_memset(to.data, 0, width * SizeOf(to.dtype)); }
 
 template <typename T>
 void Zero(T* tile, int64_t count) {

@@ -65,27 +65,16 @@ BEGIN_TARGET(TARGET)
 // clang-format on
 END_TARGET
 
-#define DISPATCH_DTYPE(function)               \
-  switch (params.dtype) {                      \
-    case DType::kFloat16:                      \
-      return function<Half>(params, pool);     \
-    case DType::kBFloat16:                     \
-      return function<BFloat16>(params, pool); \
-    case DType::kFloat32:                      \
-      return function<float>(params, pool);    \
-    case DType::kFloat64:                      \
-      return function<double>(params, pool);   \
-    case DType::kBool:                         \
-      break;                                   \
-  }                                            \
-  return false;
+// `function` in the type to compute in: double for float64, float for all others.
+#define IN_COMPUTE_TYPE(function) \
+  params.dtype == DType::kFloat64 ? function<double>(params, pool) : function<float>(params, pool)
 
-bool Forward(const ForwardParams& params, ThreadPool& pool) { DISPATCH_DTYPE(ForwardAs) }
-bool Backward(const BackwardParams& params, ThreadPool& pool) { DISPATCH_DTYPE(BackwardAs) }
-bool BackwardBias(const BackwardParams& params, ThreadPool& pool) { DISPATCH_DTYPE(BackwardBiasAs) }
-bool Tangent(const TangentParams& params, ThreadPool& pool) { DISPATCH_DTYPE(TangentAs) }
+bool Forward(const ForwardParams& params, ThreadPool& pool) { return IN_COMPUTE_TYPE(ForwardIn); }
+bool Backward(const BackwardParams& params, ThreadPool& pool) { return IN_COMPUTE_TYPE(BackwardIn); }
+bool BackwardBias(const BackwardParams& params, ThreadPool& pool) { return IN_COMPUTE_TYPE(BackwardBiasIn); }
+bool Tangent(const TangentParams& params, ThreadPool& pool) { return IN_COMPUTE_TYPE(TangentIn); }
 bool BackwardTangent(const BackwardTangentParams& params, ThreadPool& pool) {
-  DISPATCH_DTYPE(BackwardTangentAs)
+  return IN_COMPUTE_TYPE(BackwardTangentIn);
 }
 
 }  // namespace
