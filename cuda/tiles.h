@@ -4,9 +4,8 @@
 #include <cstdint>
 
 // Three limits shape these rows. Registers: 255 per thread, of which the accumulators must leave about 60 for
-// operands and addresses. Shared memory: 99 KB fit every card from compute capability 8.0 on, and leave room
-// for two blocks on an A100 or H100, which hide each other's barriers; rows that need more say so. Warp
-// tiles: 32 rows per warp where registers allow, so that each operand fragment read from shared memory feeds
+// operands and addresses. Shared memory: 99 KB fit every card from compute capability 8.0 on; two such blocks
+// fit into Hopper's 228 KB, not into an A100's 164 KB, and hide each other's barriers. Warp tiles: 32 rows per warp where registers allow, so that each operand fragment read from shared memory feeds
 // two products: the bandwidth of shared memory, 128 bytes per clock, bounds mma.sync kernels.
 namespace jax_flash::cuda::sm80 {
 
@@ -104,7 +103,7 @@ constexpr TangentTile tangent_tile(int element_bytes, int head_dim) {
 }
 
 // Of the kernel for tdk and tdv. Eight tiles of rows and keys and four of scores: one stage of each, and two
-// blocks of a multiprocessor hide each other's loads.
+// blocks of a multiprocessor, where they fit, hide each other's loads.
 constexpr BackwardTile backward_tangent_tile(int element_bytes, int head_dim) {
   if (element_bytes == 2) {
     if (head_dim <= 64) return {64, 64, 4, 2, 2, 0, 2};   // 96 KB

@@ -459,9 +459,15 @@ def _sums_dq(q, v) -> bool:
     head_dims = q.shape[-1], v.shape[-1]
     if not is_hopper or any(head_dim % 8 for head_dim in head_dims):
         return True
-    names = (name.split() for name in _ffi.build_info()["kernels"])
-    compiled = [int(size) for *kind, size in names if kind == ["backward", "sm90", q.dtype.name]]
-    return min((size for size in compiled if size >= max(head_dims)), default=0) <= 128
+    return _kernel_head_dim("backward sm90", q.dtype, max(head_dims)) <= 128
+
+
+def _kernel_head_dim(kind: str, dtype, head_dim: int) -> int:
+    """The head dim of the compiled kernel that serves this one; 0 if there is none. kind: such as "forward sm80"."""
+    arithmetic = dtype.name if dtype.itemsize == 2 else "tf32"
+    names = (name.rsplit(" ", 1) for name in _ffi.build_info()["kernels"])
+    compiled = (int(size) for name, size in names if name == f"{kind} {arithmetic}")
+    return min((size for size in compiled if size >= head_dim), default=0)
 
 
 def _lower_ffi(
@@ -527,11 +533,11 @@ def _lower_backward_tangent_cuda(call: _Pass, ctx, *args, **params):
 
 
 def _backward_tangent_fits(q, k, v) -> bool:
-    """Whether the tiles of the CUDA kernel fit into the shared memory of the GPUs: see cuda/tiles.h."""
+    """Whether there is a CUDA kernel whose tiles fit into the shared memory of the GPUs: see cuda/tiles.h."""
     gpus = _ffi.local_gpus()
     has_room = gpus and all(gpu.compute_capability in _LARGE_SHARED_MEMORY for gpu in gpus)
     largest = (256 if has_room else 128) if q.dtype.itemsize == 2 else (128 if has_room else 64)
-    return max(q.shape[-1], v.shape[-1]) <= largest
+    return 0 < _kernel_head_dim("backward_tangent sm80", q.dtype, max(q.shape[-1], v.shape[-1])) <= largest
 
 
 def _lower_elsewhere(ctx, *args, **params):

@@ -19,7 +19,7 @@ import tempfile
 
 import jax
 
-from jax_flash import _blocked, _primitives
+from jax_flash import _blocked, _ffi, _primitives
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EMULATOR = ROOT / "tests" / "emulator"
@@ -137,6 +137,9 @@ def install() -> None:
     for name in PASSES:
         handler = jax.ffi.pycapsule(getattr(library(), f"{name}_emulated"))
         jax.ffi.register_ffi_target(f"jax_flash_{name}_emulated", handler, platform="cpu")
+    kernels = [" ".join(map(str, row)) for row in listed_kernels()]
+    build_info = _ffi.build_info
+    _ffi.build_info = lambda: build_info() | {"kernels": kernels}
     lower_ffi = _primitives._lower_ffi
 
     def lower(call, ctx, args, workspace, **params):

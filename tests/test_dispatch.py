@@ -1,10 +1,12 @@
 """Which CUDA kernels run, the settings that choose others, and the memory that they get."""
 
 import os
+import shutil
 import subprocess
 import sys
 import types
 
+import emulated
 import harness
 import jax
 import jax.numpy as jnp
@@ -67,6 +69,45 @@ def test_room_for_sums_of_dq(capabilities, head_dim, head_dim_v, dtype, sums, mo
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
     q, v = (jax.core.ShapedArray((2, 100, 4, size), jnp.dtype(dtype)) for size in (head_dim, head_dim_v))
     assert _primitives._sums_dq(q, v) == sums
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "head_dims", "head_dim", "dtype", "fits"),
+    [
+        (["8.0", "9.0"], [64, 128, 256], 256, "bfloat16", True),
+        (["8.6"], [64, 128, 256], 129, "bfloat16", False),
+        (["8.6"], [64, 128, 256], 128, "float16", True),
+        (["9.0"], [64, 128, 256], 128, "float32", True),
+        ([], [64, 128, 256], 65, "float32", False),  # the target GPU is unknown
+        ([], [64, 128, 256], 64, "float32", True),
+        ([], [128], 64, "float32", False),  # the smallest kernel that serves it needs more memory
+        (["9.0"], [64], 96, "bfloat16", False),
+        (["9.0"], [], 64, "bfloat16", False),
+    ],
+)
+def test_kernels_of_second_order(capabilities, head_dims, head_dim, dtype, fits, monkeypatch):
+    """Where none fits, blocks of JAX compute the derivative of the gradient."""
+    set_local_gpus(monkeypatch, *capabilities)
+    kernels = [
+        f"backward_tangent sm80 {x} {size}" for x in ("bfloat16", "float16", "tf32") for size in head_dims
+    ]
+    monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
+    q = jax.core.ShapedArray((2, 100, 4, head_dim), jnp.dtype(dtype))
+    assert _primitives._backward_tangent_fits(q, q, q) == fits
+
+
+@pytest.mark.skipif(not shutil.which("cmake"), reason="needs CMake, which writes the list of kernels")
+def test_every_kernel_of_second_order_can_run(monkeypatch):
+    set_local_gpus(monkeypatch, "9.0")
+    kernels = emulated.listed_kernels()
+    monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": [" ".join(map(str, row)) for row in kernels]})
+    for direction, _, arithmetic, head_dim in kernels:
+        dtype = jnp.dtype("float32" if arithmetic.startswith("tf32") else arithmetic)
+        q = jax.core.ShapedArray((2, 100, 4, head_dim), dtype)
+        assert direction != "backward_tangent" or _primitives._backward_tangent_fits(q, q, q), (
+            arithmetic,
+            head_dim,
+        )
 
 
 @pytest.mark.parametrize("kernels", ["all", "sm80"])
