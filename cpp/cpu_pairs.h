@@ -15,8 +15,8 @@ class Pairs {
   T kept_factor() const { return T(1 / (1 - params_.options.dropout_rate)); }
 
   // Writes which pairs the mask and the segments leave visible. Returns whether any pair is.
-  bool LoadVisible(int64_t first_row, int64_t rows, int64_t first_key, int64_t keys, bool* visible,
-                   int64_t stride) const {
+  NOINLINE bool LoadVisible(int64_t first_row, int64_t rows, int64_t first_key, int64_t keys, bool* visible,
+                            int64_t stride) const {
     bool any = false;
     for (int64_t i = 0; i < rows; ++i) {
       const auto [query, head] = At(first_row + i);
@@ -37,12 +37,12 @@ class Pairs {
     return any;
   }
 
-  void LoadBias(int64_t row, int64_t first_key, int64_t keys, T* to) const {
+  NOINLINE void LoadBias(int64_t row, int64_t first_key, int64_t keys, T* to) const {
     LoadBias(params_.bias, static_cast<const T*>(params_.alibi_slopes), row, first_key, keys, to);
   }
   // The same of any bias, or slopes [B, N]; both may be null.
-  void LoadBias(const PairArray& bias, const T* slopes, int64_t row, int64_t first_key, int64_t keys,
-                T* to) const {
+  NOINLINE void LoadBias(const PairArray& bias, const T* slopes, int64_t row, int64_t first_key, int64_t keys,
+                         T* to) const {
     const auto [query, head] = At(row);
     for (int64_t j = 0; j < keys; ++j) to[j] = 0;
     if (bias) {
@@ -70,7 +70,7 @@ class Pairs {
     return T(std::abs(At(row).query + offset - key));
   }
 
-  void LoadKept(int64_t row, int64_t first_key, int64_t keys, bool* to) const {
+  NOINLINE void LoadKept(int64_t row, int64_t first_key, int64_t keys, bool* to) const {
     const auto [query, head] = At(row);
     const uint32_t* seeds = params_.dropout_seeds + (batch_ * params_.num_heads + head) * 3;
     const Dropout dropout{

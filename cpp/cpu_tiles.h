@@ -80,8 +80,8 @@ struct KeyRows {
 // for which `keep` (indexed by row of the tile; may be null) is false, and rows from `end` to tile_rows, are
 // zeros.
 template <typename T, typename Rows>
-void LoadRows(const Rows& tensor, int64_t first, int64_t end, const bool* keep, T* tile, int64_t tile_stride,
-              int64_t tile_rows) {
+NOINLINE void LoadRows(const Rows& tensor, int64_t first, int64_t end, const bool* keep, T* tile,
+                       int64_t tile_stride, int64_t tile_rows) {
   for (int64_t row = 0; row < tile_rows; ++row) {
     T* to = tile + row * tile_stride;
     int64_t column = 0;
@@ -96,8 +96,8 @@ void LoadRows(const Rows& tensor, int64_t first, int64_t end, const bool* keep, 
 
 // Transposes tile [rows, columns] into transposed [columns, rows]; rows is a multiple of kLanes.
 template <typename T>
-void Transpose(const T* tile, int64_t tile_stride, int64_t rows, int64_t columns, T* transposed,
-               int64_t transposed_stride) {
+NOINLINE void Transpose(const T* tile, int64_t tile_stride, int64_t rows, int64_t columns, T* transposed,
+                        int64_t transposed_stride) {
   for (int64_t row = 0; row < rows; row += kLanes<T>) {
     for (int64_t column = 0; column < columns; ++column) {
       for (int64_t lane = 0; lane < kLanes<T>; ++lane) {

@@ -27,6 +27,8 @@
 #define HAND_OVER() ((void)0)
 #endif
 #define INLINE inline __attribute__((always_inline))
+// For what every kernel calls once a row or tile: a copy in each would take half of the time to compile.
+#define NOINLINE __attribute__((noinline))
 #define PRAGMA(text) _Pragma(#text)
 #if !defined(TARGET)
 #define BEGIN_TARGET(set)
