@@ -135,8 +135,8 @@ T RowProduct(Stored<const void> a, Stored<const void> b, int64_t width) {
 }
 
 // rowsum(dout * out) - dlse for one row of [B, T, N]. The cotangent of an infinite lse is ignored.
-template <typename T, typename Params>
-T Delta(const Params& params, int64_t row) {
+template <typename T>
+T Delta(const BackwardParams& params, int64_t row) {
   const auto at = [&](const void* tensor) { return Stored{tensor, params.dtype} + row * params.head_dim_v; };
   const T delta = RowProduct<T>(at(params.dout), at(params.out), params.head_dim_v);
   const bool counts = params.dlse && !std::isinf(static_cast<const T*>(params.lse)[row]);

@@ -37,7 +37,7 @@ class Pairs {
     return any;
   }
 
-  NOINLINE void LoadBias(int64_t row, int64_t first_key, int64_t keys, T* to) const {
+  void LoadBias(int64_t row, int64_t first_key, int64_t keys, T* to) const {
     LoadBias(params_.bias, static_cast<const T*>(params_.alibi_slopes), row, first_key, keys, to);
   }
   // The same of any bias, or slopes [B, N]; both may be null.
@@ -87,10 +87,10 @@ class Pairs {
   }
 
  private:
-  struct Place {
+  struct QueryAndHead {
     int64_t query, head;
   };
-  Place At(int64_t row) const { return {row / group_, first_head_ + row % group_}; }
+  QueryAndHead At(int64_t row) const { return {row / group_, first_head_ + row % group_}; }
 
   int64_t Offset(const PairArray& array, int64_t query, int64_t head) const {
     return batch_ * array.batch_stride + head * array.head_stride + query * array.row_stride;

@@ -11,8 +11,10 @@ static_assert(kForwardN % kRowStep == 0);
 static_assert(kBackwardM % kRowStep == 0);
 static_assert(kBackwardN % kRowStep == 0 && kBackwardN % (kColumnStep * kLanes<float>) == 0);
 
-// A place in a tensor of q's dtype. Kernels are compiled for the type in which they compute, float or double,
-// and not once more for each type that they read and write.
+inline int64_t SizeOf(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+
+// A place in a tensor of q's dtype. Kernels are compiled for float and for double, the types in which they
+// compute; the type that is stored is looked up when a row is read or written.
 template <typename Void>  // void or const void
 struct Stored {
   Void* data;

@@ -6,8 +6,6 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "params.h"
-
 namespace jax_flash::cpu {
 
 struct Half {
@@ -16,10 +14,6 @@ struct Half {
 struct BFloat16 {
   uint16_t bits;
 };
-
-inline int64_t SizeOf(DType dtype) {
-  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : dtype == DType::kBool ? 1 : 2;
-}
 
 // The type in which a tensor of type T is computed.
 template <typename T>

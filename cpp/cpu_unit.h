@@ -28,7 +28,11 @@
 #endif
 #define INLINE inline __attribute__((always_inline))
 // For what every kernel calls once a row or tile: a copy in each would take half of the time to compile.
+#if defined(__clang__)
 #define NOINLINE __attribute__((noinline))
+#else
+#define NOINLINE __attribute__((noinline, noclone))
+#endif
 #define PRAGMA(text) _Pragma(#text)
 #if !defined(TARGET)
 #define BEGIN_TARGET(set)

@@ -4,9 +4,11 @@
 #include <cstdint>
 
 // Three limits shape these rows. Registers: 255 per thread, of which the accumulators must leave about 60 for
-// operands and addresses. Shared memory: 99 KB fit every card from compute capability 8.0 on; two such blocks
-// fit into Hopper's 228 KB, not into an A100's 164 KB, and hide each other's barriers. Warp tiles: 32 rows per warp where registers allow, so that each operand fragment read from shared memory feeds
-// two products: the bandwidth of shared memory, 128 bytes per clock, bounds mma.sync kernels.
+// operands and addresses. Shared memory: 99 KB fit every card from compute capability 8.0 on; rows that need
+// more say so. Two blocks of a multiprocessor hide each other's barriers: two of 99 KB fit into Hopper's
+// 228 KB, not into an A100's 164 KB. Warp tiles: 32 rows per warp where registers allow, so that each operand
+// fragment read from shared memory feeds two products: the bandwidth of shared memory, 128 bytes per clock,
+// bounds mma.sync kernels.
 namespace jax_flash::cuda::sm80 {
 
 struct ForwardTile {

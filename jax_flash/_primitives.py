@@ -464,7 +464,7 @@ def _sums_dq(q, v) -> bool:
 
 def _kernel_head_dim(kind: str, dtype, head_dim: int) -> int:
     """The head dim of the compiled kernel that serves this one; 0 if there is none. kind: such as "forward sm80"."""
-    arithmetic = dtype.name if dtype.itemsize == 2 else "tf32"
+    arithmetic = dtype.name if dtype.itemsize == 2 else "tf32"  # tf32x3 has the same head dims
     names = (name.rsplit(" ", 1) for name in _ffi.build_info()["kernels"])
     compiled = (int(size) for name, size in names if name == f"{kind} {arithmetic}")
     return min((size for size in compiled if size >= head_dim), default=0)
@@ -527,6 +527,7 @@ def _lower_blocked(compute: Callable, call: _Pass, ctx, *args, operands, options
 
 
 def _lower_backward_tangent_cuda(call: _Pass, ctx, *args, **params):
+    # The backward pass, which runs beside it, refuses what no kernel serves.
     if _backward_tangent_fits(*ctx.avals_in[:3]):
         return _lower_cuda(call, ctx, *args, **params)
     return _lower_blocked(_blocked.backward_tangent, call, ctx, *args, **params)
