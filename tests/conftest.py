@@ -11,7 +11,7 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
-# Run the portable CUDA kernels on the CPU.
+# Run the CUDA kernels on the CPU, see emulated.py.
 EMULATES = bool(os.environ.get("JAX_FLASH_EMULATE"))
 
 

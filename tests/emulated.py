@@ -1,8 +1,10 @@
-"""The portable CUDA kernels on a machine without a GPU: compiled for the host, where threads are fibers.
+"""The CUDA kernels on a machine without a GPU: compiled for the host, where threads are fibers.
 
 The sources are those of cuda/ with three changes: instructions of PTX have a form for the host (tests/emulator/ptx),
-dynamic shared memory is an array, and a launch is a call. Warps run in lockstep only where they must, copies to shared
-memory are made as late as they may be, and addresses in shared memory are checked.
+dynamic shared memory is an array, and a launch is a call. Warps run in lockstep only where they must, addresses in
+shared memory are checked, and what is asynchronous happens as late as it may, on Hopper at once or late, at random.
+
+The environment variable JAX_FLASH_EMULATE is the compute capability of the GPU, 80 or 90.
 """
 
 import concurrent.futures
@@ -16,6 +18,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import types
 
 import jax
 
@@ -28,6 +31,8 @@ PASSES = ("forward", "backward", "backward_bias", "tangent", "backward_tangent")
 _FLAGS = (
     *("-std=c++20", "-O1", "-fPIC", "-U_FORTIFY_SOURCE"),  # which does not allow jumps from stack to stack
     *("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"),
+    "-Wno-missing-field-initializers",
+    "-Wno-psabi",
     *("-include", "emulator.h"),
 )
 
@@ -57,8 +62,10 @@ def listed_kernels() -> list[tuple[str, str, str, int]]:
 
 
 def _for_the_host(text: str) -> str:
-    text = text.replace(
-        "extern __shared__ __align__(128) uint8_t shared[];", "uint8_t* shared = emulator::dynamic_shared();"
+    text = re.sub(
+        r"extern __shared__ __align__\(\d+\) uint8_t (\w+)\[\];",
+        r"uint8_t* \1 = emulator::dynamic_shared();",
+        text,
     )
     text = text.replace("__shared__", "static")
     return re.sub(
@@ -75,9 +82,6 @@ def _sources() -> dict[str, str]:
         for path in (ROOT / folder).rglob("*"):
             if path.is_file():
                 files[str(path.relative_to(ROOT))] = _for_the_host(path.read_text())
-    for name in files:
-        if name.startswith("cuda/sm90/"):
-            files[name] = "#pragma once\n"
     for path in EMULATOR.rglob("*"):
         if path.is_file():
             name = path.relative_to(EMULATOR)
@@ -85,13 +89,11 @@ def _sources() -> dict[str, str]:
     template = files["cuda/kernel.cu.in"]
     table = ""
     for direction, arch, arithmetic, head_dim in listed_kernels():
-        if arch != "sm80":
-            continue
         table += f"KERNEL({direction}, {arch}, {arithmetic}, {head_dim})\n"
         values = dict(DIRECTION=direction, ARCH=arch, ARITHMETICS=arithmetic, HEAD_DIM=str(head_dim))
         values["INSTANCES"] = f"KERNEL({arithmetic})"
         unit = re.sub(r"@(\w+)@", lambda match, values=values: values[match[1]], template)
-        files[f"{direction}_{arithmetic}_{head_dim}.cc"] = unit
+        files[f"{direction}_{arch}_{arithmetic}_{head_dim}.cc"] = unit
     files["kernels.def"] = table
     return files
 
@@ -138,6 +140,9 @@ def install() -> None:
         handler = jax.ffi.pycapsule(getattr(library(), f"{name}_emulated"))
         jax.ffi.register_ffi_target(f"jax_flash_{name}_emulated", handler, platform="cpu")
     kernels = [" ".join(map(str, row)) for row in listed_kernels()]
+    capability = os.environ["JAX_FLASH_EMULATE"]
+    gpu = types.SimpleNamespace(device_kind="emulated", compute_capability=f"{capability[0]}.{capability[1]}")
+    _ffi.local_gpus = lambda: [gpu]
     build_info = _ffi.build_info
     _ffi.build_info = lambda: build_info() | {"kernels": kernels}
     lower_ffi = _primitives._lower_ffi

@@ -46,6 +46,30 @@ def test_transformer_from_the_command_line(train_transformer, monkeypatch, capsy
 
 
 @pytest.mark.exhaustive
+def test_meanflow_learns_the_same_with_each_attention(platform):
+    small = dict(steps=60, batch=32, num_points=8, width=32, depth=1, num_heads=2, learning_rate=1e-2)
+    train_meanflow = load("train_meanflow")
+    with jax.default_matmul_precision("highest"):
+        runs = {
+            name: train_meanflow.train(name, **small, report_every=0) for name in train_meanflow.ATTENTION
+        }
+    for name, (errors, distance) in runs.items():
+        assert distance < 0.6, name  # of noise: 0.9
+        np.testing.assert_allclose(errors, runs["flax"][0], rtol=1e-3, err_msg=name)
+        np.testing.assert_allclose(distance, runs["flax"][1], rtol=1e-3, err_msg=name)
+
+
+def test_meanflow_from_the_command_line(monkeypatch, capsys):
+    argv = "train_meanflow.py --steps 2 --batch 2 --num-points 4 --width 8 --depth 1 --num-heads 2"
+    monkeypatch.setattr("sys.argv", argv.split())
+    load("train_meanflow").main()
+    printed = capsys.readouterr().out
+    assert printed.startswith("jax_flash on ")
+    assert "step     2  error " in printed
+    assert "distance to the nearer moon: " in printed
+
+
+@pytest.mark.exhaustive
 def test_training_step_from_the_command_line(monkeypatch, capsys):
     """Both attentions give the same loss in the first step; cuDNN's without a GPU is an error of one line."""
     argv = "training_step.py --depth 1 --width 256 --num-kv-heads 1 --seq-len 32 --batch 1 --steps 1"

@@ -15,7 +15,7 @@ dim3 threadIdx, blockIdx, blockDim, gridDim;
 namespace emulator {
 namespace {
 
-constexpr int kWarp = 32, kMaxThreads = 256, kStackBytes = 1 << 18, kMaxShared = 163 * 1024;
+constexpr int kWarp = 32, kStackBytes = 1 << 18, kMaxShared = 227 * 1024;
 constexpr uint32_t kFirstAddress = 1024;  // so that address 0 is an error
 
 struct Copy {
@@ -41,6 +41,8 @@ struct Thread {
   ucontext_t start;  // on a stack of its own
   jmp_buf place;     // where it waits: swapcontext would make a system call
   bool has_started, is_done;
+  const char* what;  // it waits for
+  int64_t which;
   std::vector<Copy> copies;              // not yet committed
   std::deque<std::vector<Copy>> groups;  // committed
 };
@@ -59,11 +61,6 @@ struct Machine {
 };
 Machine machine;
 
-[[noreturn]] void fail(const char* message) {
-  std::fprintf(stderr, "emulator: %s (block %u, thread %u)\n", message, blockIdx.x, threadIdx.x);
-  std::abort();
-}
-
 // `before`: the thread that will come back here; -1 if it has ended.
 void switch_to(int next, int before) {
   machine.current = next;
@@ -75,9 +72,19 @@ void switch_to(int next, int before) {
   setcontext(&thread.start);
 }
 
+[[noreturn]] void report_deadlock() {
+  for (int i = 0; i < machine.num_threads; ++i) {
+    const Thread& thread = machine.threads[i];
+    if (thread.is_done) continue;
+    std::fprintf(stderr, "thread %d waits for %s %lld\n", i, thread.what,
+                 static_cast<long long>(thread.which));
+  }
+  fail("all threads wait for one another");
+}
+
 // Lets the other threads of the block get on.
 void yield() {
-  if (++machine.idle_switches > int64_t{4} * kMaxThreads) fail("all threads wait for one another");
+  if (++machine.idle_switches > int64_t{4} * kMaxThreads) report_deadlock();
   int next = machine.current;
   do {
     next = (next + 1) % machine.num_threads;
@@ -90,7 +97,7 @@ void wait(Barrier& barrier) {
   if (++barrier.arrived == barrier.members) {
     barrier.arrived = 0;
     ++barrier.phase;
-    machine.idle_switches = 0;
+    note_progress();
   }
   while (barrier.phase == phase) yield();
 }
@@ -109,7 +116,7 @@ void run_thread() {
   thread.is_done = true;
   leave(machine.block);
   leave(machine.warps[machine.current / kWarp].barrier);
-  machine.idle_switches = 0;
+  note_progress();
   int next = machine.current;
   for (int i = 0; i < machine.num_threads; ++i) {
     next = (next + 1) % machine.num_threads;
@@ -125,6 +132,7 @@ void run_block() {
   for (int i = 0; i < machine.num_threads; ++i) {
     Thread& thread = machine.threads[i];
     thread.has_started = thread.is_done = false;
+    thread.what = "the block or the warp";
     thread.copies.clear();
     thread.groups.clear();
     if (i % kWarp == 0) machine.warps[i / kWarp].barrier = {.members = kWarp};
@@ -133,11 +141,13 @@ void run_block() {
     thread.start.uc_stack.ss_size = kStackBytes;
     makecontext(&thread.start, run_thread, 0);
   }
+  begin_hopper_block();
   machine.current = 0;
-  machine.idle_switches = 0;
+  note_progress();
   threadIdx.x = 0;
   machine.threads[0].has_started = true;
   swapcontext(&machine.caller, &machine.threads[0].start);
+  end_hopper_block();
 }
 
 }  // namespace
@@ -160,6 +170,21 @@ void launch(int64_t blocks, int threads, int shared_bytes, const std::function<v
     blockIdx.x = static_cast<unsigned>(block);
     run_block();
   }
+}
+
+[[noreturn]] void fail(const char* message) {
+  std::fprintf(stderr, "emulator: %s (block %u, thread %u)\n", message, blockIdx.x, threadIdx.x);
+  std::abort();
+}
+
+void note_progress() { machine.idle_switches = 0; }
+
+void wait_until(const std::function<bool()>& condition, const char* what, int64_t which) {
+  Thread& thread = machine.threads[machine.current];
+  thread.what = what;
+  thread.which = which;
+  while (!condition()) yield();
+  thread.what = "the block or the warp";
 }
 
 uint8_t* dynamic_shared() { return machine.shared; }

@@ -1,5 +1,12 @@
-// What the kernels' launchers need of CUDA's runtime: a device with the limits of an A100.
+// What the kernels' launchers need of CUDA's runtime: a device with the limits of an A100 or an H200. Of the
+// latter's multiprocessors there are few, so that small calls have more tiles than that.
 #pragma once
+
+#include <cuda.h>
+
+#include <cstddef>
+#include <cstdlib>
+#include <cstring>
 
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
@@ -11,6 +18,8 @@ enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerMultiprocessor,
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
 };
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
+enum cudaDriverEntryPointFlags { cudaEnableDefault };
 
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
@@ -23,6 +32,19 @@ cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  constexpr int kValues[] = {8, 0, 108, 164 * 1024, 163 * 1024};
-  return *value = kValues[attribute], cudaSuccess;
+  static const char* const capability = std::getenv("JAX_FLASH_EMULATE");
+  constexpr int kA100[] = {8, 0, 108, 164 * 1024, 163 * 1024}, kH200[] = {9, 0, 4, 228 * 1024, 227 * 1024};
+  const bool is_hopper = capability && std::strcmp(capability, "90") == 0;
+  return *value = (is_hopper ? kH200 : kA100)[attribute], cudaSuccess;
+}
+inline cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t) {
+  std::memset(to, byte, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned,
+                                                    cudaDriverEntryPointFlags,
+                                                    cudaDriverEntryPointQueryResult* found) {
+  *function = reinterpret_cast<void*>(encode_tensor_map);
+  *found = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
 }

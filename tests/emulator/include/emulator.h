@@ -1,6 +1,6 @@
 // Runs CUDA kernels on the host: one block after the other, each thread as a fiber with a stack of its own.
 // Fibers switch where threads wait for each other, at barriers of the block and at instructions of a whole
-// warp. Included before every source file. See ../build.py.
+// warp. Included before every source file. See tests/emulated.py.
 #pragma once
 
 #include <bit>
@@ -19,12 +19,19 @@
 struct dim3 {
   unsigned x = 1;
 };
+struct alignas(8) float2 {
+  float x, y;
+};
 struct alignas(16) float4 {
   float x, y, z, w;
 };
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 namespace emulator {
@@ -37,7 +44,19 @@ uint8_t* dynamic_shared();
 uint32_t shared_address(const void* pointer);
 void* at_shared_address(uint32_t address, int bytes);
 
+inline constexpr int kMaxThreads = 640;
 void wait_for_block();
+// Lets the other threads of the block get on until `condition` holds. The report of a deadlock says what
+// each thread waits for.
+void wait_until(const std::function<bool()>& condition, const char* what, int64_t which);
+// Something has happened for which a thread may wait.
+void note_progress();
+[[noreturn]] void fail(const char* message);
+
+// Of hopper.h.
+void begin_hopper_block();
+void end_hopper_block();
+
 // Publishes a lane's bytes; returns those of all lanes, `stride` bytes apart, once all have come here.
 const std::byte* exchange(const void* mine, int bytes);
 inline constexpr int kExchangeStride = 64;
@@ -79,12 +98,23 @@ template <class T>
 T __ldg(const T* pointer) {
   return *pointer;
 }
+template <class T>
+T __ldcs(const T* pointer) {
+  return *pointer;
+}
+inline int atomicAdd(int* to, int x) { return *to += x, *to - x; }
 inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
+inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
+inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline int __popc(uint32_t x) { return std::popcount(x); }
 
 inline void __syncthreads() { emulator::wait_for_block(); }
 inline void __syncwarp() { emulator::from_all_lanes(0); }
+template <class T>
+T __shfl_sync(uint32_t, T x, int lane) {
+  return emulator::from_all_lanes(x)[lane];
+}
 template <class T>
 T __shfl_xor_sync(uint32_t, T x, int lanes) {
   return emulator::from_all_lanes(x)[(threadIdx.x % 32) ^ lanes];

@@ -28,6 +28,27 @@ inline void load_matrix_x4(uint32_t (&r)[4], uint32_t shared) {
   }
 }
 
+inline void store_matrix_x4(uint32_t shared, const uint32_t (&r)[4]) {
+  const auto rows = emulator::from_all_lanes(shared);
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) {
+    void* row = emulator::at_shared_address(rows[8 * i + lane / 4], 16);
+    std::memcpy(static_cast<std::byte*>(row) + lane % 4 * 4, &r[i], 4);
+  }
+}
+
+inline void store_matrix_x4_transposed(uint32_t shared, const uint32_t (&r)[4]) {
+  const auto rows = emulator::from_all_lanes(shared);
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) {
+    for (int j = 0; j < 2; ++j) {
+      const uint16_t element = static_cast<uint16_t>(r[i] >> 16 * j);
+      void* row = emulator::at_shared_address(rows[8 * i + lane % 4 * 2 + j], 16);
+      std::memcpy(static_cast<std::byte*>(row) + lane / 4 * 2, &element, 2);
+    }
+  }
+}
+
 inline void load_matrix_x4_transposed(uint32_t (&r)[4], uint32_t shared) {
   const auto rows = emulator::from_all_lanes(shared);
   const int lane = threadIdx.x % 32;
