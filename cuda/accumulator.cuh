@@ -51,4 +51,10 @@ __device__ __forceinline__ void for_each_accumulator_row(const T (&)[kMTiles][2]
   }
 }
 
+// The sum over the four lanes that share a row.
+__device__ __forceinline__ float row_sum(float x) {
+  x += __shfl_xor_sync(0xffffffff, x, 1);
+  return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
 }  // namespace jax_flash::cuda

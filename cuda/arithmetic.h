@@ -48,4 +48,15 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   }
 }
 
+// The same two as float32.
+template <class Arithmetic>
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+  if constexpr (std::is_same_v<Arithmetic, bfloat16>) {
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
+  } else {
+    return {__half2float(__ushort_as_half(static_cast<uint16_t>(pair))),
+            __half2float(__ushort_as_half(static_cast<uint16_t>(pair >> 16)))};
+  }
+}
+
 }  // namespace jax_flash::cuda

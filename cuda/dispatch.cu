@@ -18,6 +18,7 @@
 #include "sm90/backward_bias.cuh"
 #include "sm90/backward_dq.cuh"
 #include "sm90/forward.cuh"
+#include "sm90/tangent.cuh"
 #include "visibility.cuh"
 
 // Each kernel is compiled in a unit of its own.

@@ -20,6 +20,18 @@ if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
   endforeach()
 endif()
 
+# The gradient of a bias with both a query and a key axis, and tangents where q, k and v all have one and no pair has
+# options. Other calls run on the sm80 kernels below.
+if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
+  foreach(head_dim IN ITEMS 64 128)
+    if(head_dim IN_LIST JAX_FLASH_HEAD_DIMS)
+      foreach(direction IN ITEMS backward_bias tangent)
+        jax_flash_kernels(${direction} sm90 "${all_16_bit}" ${head_dim})
+      endforeach()
+    endif()
+  endforeach()
+endif()
+
 # Tiles of 96 and 192 columns would save little over those of 128 and 256, and take a minute to compile.
 set(sm80_head_dims ${JAX_FLASH_HEAD_DIMS})
 list(REMOVE_ITEM sm80_head_dims 96 192)
@@ -33,15 +45,6 @@ foreach(head_dim IN LISTS sm80_head_dims)
     endforeach()
   endforeach()
 endforeach()
-
-# The gradient of a bias with both a query and a key axis; other shapes run on the sm80 kernel below.
-if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
-  foreach(head_dim IN ITEMS 64 128)
-    if(head_dim IN_LIST JAX_FLASH_HEAD_DIMS)
-      jax_flash_kernels(backward_bias sm90 "${all_16_bit}" ${head_dim})
-    endif()
-  endforeach()
-endif()
 
 # This kernel takes the head dim in pieces: one serves every head dim.
 if(sm80_head_dims)

@@ -224,4 +224,17 @@ constexpr BackwardDqTile backward_dq_tile(int head_dim, bool general) {
   return {48, 2};                                                                       // 224 KB
 }
 
+struct TangentTile {
+  int consumers;  // warpgroups that compute, with 64 query rows each
+  int block_n;    // key rows
+  int stages;     // buffers of block_n keys and of as many values, with their tangents
+};
+
+// tout takes head_dim / 2 of a thread's 240 registers, scores and ts block_n, and as operands half as much
+// again.
+constexpr TangentTile tangent_tile(int head_dim) {
+  if (head_dim <= 64) return {2, 96, 2};  // 128 KB
+  return {2, 64, 2};                      // 192 KB
+}
+
 }  // namespace jax_flash::cuda::sm90

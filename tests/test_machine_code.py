@@ -143,6 +143,8 @@ def waits(name: str) -> int:
         return 2  # for the scores, and for p v
     if "backward_dq_kernel" in name:
         return 3  # q k^T, dout v^T, ds k
+    if "tangent_kernel" in name:
+        return 3  # q k^T, its tangent, the products with values
     return 5 if re.search(r"ELb1E+v", name) else 4  # q k^T, dout v^T, p^T dout, ds^T q; with dq also ds k
 
 

@@ -82,12 +82,6 @@ __device__ __forceinline__ float rounded(float x) {
   }
 }
 
-// Of the four lanes that share a row.
-__device__ __forceinline__ float row_sum(float x) {
-  x += __shfl_xor_sync(0xffffffff, x, 1);
-  return x + __shfl_xor_sync(0xffffffff, x, 2);
-}
-
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     tangent_kernel(const __grid_constant__ TangentArguments arguments) {

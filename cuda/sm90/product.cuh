@@ -10,8 +10,8 @@
 
 namespace jax_flash::cuda::sm90 {
 
-// acc [64, kN] = a [64, kDepth] b^T, b [kN, kDepth].
-template <class Arithmetic, int kDepth, int kTiles>
+// acc [64, kN] = or += a [64, kDepth] b^T, b [kN, kDepth].
+template <class Arithmetic, int kDepth, bool kAccumulate = false, int kTiles>
 __device__ __forceinline__ void issue_scores(float (&acc)[1][kTiles][4], uint32_t a_tile, int a_pitch,
                                              uint32_t b_tile, int b_pitch) {
   const uint64_t a = ptx::matrix_descriptor(a_tile, 0), b = ptx::matrix_descriptor(b_tile, 0);
@@ -21,7 +21,8 @@ __device__ __forceinline__ void issue_scores(float (&acc)[1][kTiles][4], uint32_
   for (int step = 0; step < kDepth / 16; ++step) {
     const int chunk = step / 4, bytes = step % 4 * 32;
     ptx::Wgmma<Arithmetic, 8 * kTiles>::template shared</*kBAlongN=*/false>(
-        acc[0], a + (chunk * a_pitch + bytes) / 16, b + (chunk * b_pitch + bytes) / 16, step > 0);
+        acc[0], a + (chunk * a_pitch + bytes) / 16, b + (chunk * b_pitch + bytes) / 16,
+        kAccumulate || step > 0);
   }
   ptx::wgmma_commit();
 }

@@ -55,6 +55,7 @@ struct Machine {
   std::byte* stacks = nullptr;
   alignas(1024) uint8_t shared[kMaxShared];
   int shared_bytes, num_threads, current;
+  int step = 1;           // from a thread to the next one that runs
   int64_t idle_switches;  // since a thread last got on
   const std::function<void()>* kernel;
   ucontext_t caller;
@@ -87,7 +88,7 @@ void yield() {
   if (++machine.idle_switches > int64_t{4} * kMaxThreads) report_deadlock();
   int next = machine.current;
   do {
-    next = (next + 1) % machine.num_threads;
+    next = (next + machine.step + machine.num_threads) % machine.num_threads;
   } while (machine.threads[next].is_done);
   if (next != machine.current) switch_to(next, machine.current);
 }
@@ -178,6 +179,11 @@ void launch(int64_t blocks, int threads, int shared_bytes, const std::function<v
 }
 
 void note_progress() { machine.idle_switches = 0; }
+
+void let_others_run() {
+  machine.step = -machine.step;
+  yield();
+}
 
 void wait_until(const std::function<bool()>& condition, const char* what, int64_t which) {
   Thread& thread = machine.threads[machine.current];

@@ -245,6 +245,7 @@ void arrive(uint32_t address, uint32_t expected_bytes) {
   barrier.bytes += expected_bytes;
   end_phase_if_complete(barrier);
   note_progress();
+  if (coin()) let_others_run();  // who has arrived too early is overtaken
 }
 
 void wait_for_phase(uint32_t address, uint32_t parity) {

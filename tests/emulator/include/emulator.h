@@ -49,6 +49,8 @@ void wait_for_block();
 // Lets the other threads of the block get on until `condition` holds. The report of a deadlock says what
 // each thread waits for.
 void wait_until(const std::function<bool()>& condition, const char* what, int64_t which);
+// Lets them run once, and from now on in the opposite order.
+void let_others_run();
 // Something has happened for which a thread may wait.
 void note_progress();
 [[noreturn]] void fail(const char* message);
