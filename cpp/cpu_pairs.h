@@ -72,9 +72,12 @@ class Pairs {
 
   NOINLINE void LoadKept(int64_t row, int64_t first_key, int64_t keys, bool* to) const {
     const auto [query, head] = At(row);
-    const uint32_t* seeds = params_.dropout_seeds + (batch_ * params_.num_heads + head) * 3;
-    const Dropout dropout{
-        {seeds[0], seeds[1]}, seeds[2], Dropout::threshold_of(params_.options.dropout_rate)};
+    const uint32_t* seeds = params_.dropout_seeds + (batch_ * params_.num_heads + head) * kSeedWords;
+    const Dropout dropout{{seeds[0], seeds[1]},
+                          seeds[2],
+                          seeds[3],
+                          seeds[4],
+                          Dropout::threshold_of(params_.options.dropout_rate)};
     for (int64_t tile = first_key / 16 * 16; tile < first_key + keys; tile += 16) {
       for (int64_t column = 0; column < 8; column += 2) {
         const Dropout::Bits bits = dropout.bits(query, tile + column);

@@ -10,13 +10,16 @@
 
 namespace jax_flash {
 
+inline constexpr int64_t kSeedWords = 5;  // of a head in dropout_seeds: the first members of Dropout
+
 // Dropout of one head. One call of bits() decides on 8 pairs: rows r, r + 8 and columns c, c + 1, c + 8, c +
 // 9 of a 16 x 16 tile. A thread of a tensor-core product holds just these; if the product is transposed, it
 // holds half of those of two calls.
 struct Dropout {
   uint32_t key[2];
   uint32_t head;
-  uint32_t threshold;  // a pair is kept if its 16 bits are at least this
+  uint32_t first_row, first_column;  // of this call in the whole sequence; multiples of 16
+  uint32_t threshold;                // a pair is kept if its 16 bits are at least this
 
   struct Bits {
     uint32_t words[4];
@@ -28,6 +31,7 @@ struct Dropout {
   };
 
   JAX_FLASH_INLINE Bits bits(uint32_t row, uint32_t column) const {
+    row += first_row, column += first_column;
     uint32_t c[4] = {row / 16 * 8 + row % 8, column / 16 * 4 + column % 8 / 2, head, 0};
     uint32_t k[2] = {key[0], key[1]};
     for (int round = 0; round < 10; ++round) {

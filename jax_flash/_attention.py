@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -110,10 +110,80 @@ def flash_attention(
         platform is raised while the call is lowered.
     """
     _checks.check_implementation(implementation)
+    forward_mode = static_bool("forward_mode", forward_mode)
+    return_residual = static_bool("return_residual", return_residual)
+    call = normal_form(
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        query_offset=query_offset,
+        segment_ids=segment_ids,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        precision=precision,
+        deterministic=deterministic,
+    )
+    if implementation == "xla":
+        out, lse = _reference.attention(call.query, call.key, call.value, call.operands, call.options)
+    else:
+        arrays = _sharding.with_matching_types(call.query, call.key, call.value, call.operands)
+        out, lse = _fused.attention(
+            *arrays, call.options, forward_mode=forward_mode, with_lse=return_residual
+        )
+    return call.results(out, lse, return_residual=return_residual)
+
+
+dot_product_attention = flash_attention
+
+
+class Call(NamedTuple):
+    """A call that was checked, in the form that `_primitives.forward` takes."""
+
+    query: jax.Array  # [B, T, N, H]
+    key: jax.Array  # [B, S, K, H]
+    value: jax.Array  # [B, S, K, Hv]
+    operands: dict[str, jax.Array]
+    options: AttentionOptions
+    is_batched: bool  # did the caller's arrays have an axis B?
+
+    def results(self, out: jax.Array, lse: jax.Array, *, return_residual: bool) -> Any:
+        """What the caller gets."""
+        results = (out, lse) if return_residual else out
+        return results if self.is_batched else jax.tree.map(lambda x: x[0], results)
+
+
+def normal_form(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    bias: Any,
+    mask: Any,
+    scale: Any,
+    query_seq_lengths: Any,
+    key_value_seq_lengths: Any,
+    query_offset: Any,
+    segment_ids: Any,
+    sinks: Any,
+    dropout_rng: Any,
+    num_shards: int = 1,
+    **static: Any,
+) -> Call:
+    """Checks the arguments of `flash_attention`; `key` and `value` are one of `num_shards` parts of all keys."""
     query, key, value = _checks.check_qkv(query, key, value)
     is_batched = query.ndim == 4
     batch = query.shape[0] if is_batched else None
-    scores = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])  # [B, N, T, S]
+    seqlen_kv = num_shards * key.shape[-3]
+    scores = (*query.shape[:-3], query.shape[-2], query.shape[-3], seqlen_kv)  # [B, N, T, S]
 
     scale_factor = _checks.check_scale_array(scale)
     if scale_factor is not None:
@@ -121,18 +191,7 @@ def flash_attention(
         # fit in float16.
         scale = 2.0 ** round(math.log2(1 / math.sqrt(query.shape[-1])))
         scale_factor = scale_factor / scale
-    options = AttentionOptions.resolve(
-        query.shape[-1],
-        scale=scale,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
-        dropout_rate=dropout_rate,
-        precision=precision,
-        deterministic=deterministic,
-    )
-    forward_mode = static_bool("forward_mode", forward_mode)
-    return_residual = static_bool("return_residual", return_residual)
+    options = AttentionOptions.resolve(query.shape[-1], scale=scale, **static)
 
     query_seq_lengths = _checks.check_lengths("query_seq_lengths", query_seq_lengths, batch)
     key_value_seq_lengths = _checks.check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
@@ -159,20 +218,11 @@ def flash_attention(
         alibi_slopes=alibi_slopes,
         dropout_seeds=dropout_rng,
     )
-    operands = {name: _normal_form(name, x, query) for name, x in operands.items() if x is not None}
-    if implementation == "xla":
-        out, lse = _reference.attention(query, key, value, operands, options)
-    else:
-        arrays = _sharding.with_matching_types(query, key, value, operands)
-        out, lse = _fused.attention(*arrays, options, forward_mode=forward_mode, with_lse=return_residual)
-    results = (out, lse) if return_residual else out
-    return results if is_batched else jax.tree.map(lambda x: x[0], results)
+    operands = {name: _operand(name, x, query) for name, x in operands.items() if x is not None}
+    return Call(query, key, value, operands, options, is_batched)
 
 
-dot_product_attention = flash_attention
-
-
-def _normal_form(name: str, x: jax.Array, query: jax.Array) -> jax.Array:
+def _operand(name: str, x: jax.Array, query: jax.Array) -> jax.Array:
     """An operand in the shape and dtype that the primitives take, for `query` [B, T, N, H]."""
     lse_dtype = jnp.promote_types(query.dtype, jnp.float32)
     if name == "scale_factor":

@@ -17,20 +17,30 @@ _DECISION_BITS = 16
 
 
 def make_seeds(rng: jax.Array, batch: int, num_heads: int) -> jax.Array:
-    """uint32 [B, N, 3]: the key of Philox in two words, of every head, and the number of the head."""
+    """uint32 [B, N, 5]: of each head the key of Philox in two words, the head's number, and the first row and column.
+
+    The last two are 0 here. Where a call is a part of a longer sequence, they are multiples of 16.
+    """
     key = jax.random.bits(rng, (2,), jnp.uint32)
     heads = jnp.arange(batch * num_heads, dtype=jnp.uint32).reshape(batch, num_heads, 1)
-    return jnp.concatenate([jnp.broadcast_to(key, (batch, num_heads, 2)), heads], axis=-1)
+    first = jnp.zeros((batch, num_heads, 2), jnp.uint32)
+    return jnp.concatenate([jnp.broadcast_to(key, (batch, num_heads, 2)), heads, first], axis=-1)
+
+
+def of_part(seeds: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
+    """The seeds of the part of the sequence that begins at this row and column."""
+    return seeds.at[..., 3:].set(jnp.stack([row, column]).astype(jnp.uint32))
 
 
 def keep(seeds: jax.Array, rate: float, seqlen_q: int, seqlen_kv: int) -> jax.Array:
-    """Which pairs dropout of `rate` keeps: bool [B, N, T, S], from seeds [B, N, 3]."""
+    """Which pairs dropout of `rate` keeps: bool [B, N, T, S], from seeds [B, N, 5]."""
     return keep_pairs(seeds, rate, jnp.arange(seqlen_q)[:, None], jnp.arange(seqlen_kv))
 
 
 def keep_pairs(seeds: jax.Array, rate: float, row: jax.Array, column: jax.Array) -> jax.Array:
     """The same for the given rows [T, 1] and columns [S]."""
-    row, column = row.astype(jnp.uint32), column.astype(jnp.uint32)
+    row = row.astype(jnp.uint32) + seeds[..., 3, None, None]
+    column = column.astype(jnp.uint32) + seeds[..., 4, None, None]
     counter = (
         row // 16 * 8 + row % 8,
         column // 16 * 4 + column % 8 // 2,

@@ -99,8 +99,8 @@ def _library_operands() -> list[Operand]:
     dtypes = {"S32": "int32", "U32": "uint32", "PRED": "bool", "LSE": "lse", "FLOATING": "floating"}
 
     def axes(shape: str) -> str:
-        _, *sizes = re.findall(r"\w+", shape)  # {B, N, 3}, as in operands.def
-        return "".join({"3": "w"}.get(size, size.lower()) for size in sizes)
+        _, *sizes = re.findall(r"\w+", shape)  # {B, N, 5}, as in operands.def
+        return "".join({"5": "w"}.get(size, size.lower()) for size in sizes)
 
     return [
         Operand(x["name"], axes(x["shape"]), dtypes[x["dtype"]], x["type"] == "PairArray")

@@ -83,7 +83,7 @@ def forward(
       q: query, [B, T, N, H]; k: key, [B, S, K, H]; v: value, [B, S, K, Hv]; of one dtype.
       operands: the members of OPERANDS that the call has: lengths and offsets int32 [B]; scale_factor [B], sinks and
         alibi_slopes [B, N] in lse's dtype; segment ids int32 [B, T] and [B, S]; mask and bias [B, N, T, S], where any
-        axis may have size 1; dropout_seeds uint32 [B, N, 3].
+        axis may have size 1; dropout_seeds uint32 [B, N, 5].
       options: the static options.
 
     Returns:

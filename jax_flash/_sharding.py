@@ -42,16 +42,19 @@ def with_batch_like(x: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def with_matching_types(
-    query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands
+    query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands, *, more_axes: tuple[str, ...] = ()
 ) -> tuple[jax.Array, jax.Array, jax.Array, Operands]:
-    """The arguments with the bias sharded as its gradient will be, all varying over the same axes of shard_map."""
+    """The arguments with the bias sharded as its gradient will be, all varying over the same axes of shard_map.
+
+    These are the axes over which any varies, and `more_axes`.
+    """
     spec = _explicit_spec(query)
     if spec is not None and "bias" in operands:
         bias = operands["bias"]
         batch, _, heads, _ = spec
         axes = (None if size == 1 else axis for size, axis in zip(bias.shape, (batch, heads), strict=False))
         operands = operands | {"bias": _reshard(bias, query, *axes, None, None)}
-    return _varying_over_all_axes((query, key, value, operands))
+    return _varying_over_all_axes((query, key, value, operands), more_axes)
 
 
 def _explicit_spec(x: jax.Array) -> PartitionSpec | None:
@@ -73,8 +76,8 @@ def _reshard(x: jax.Array, like: jax.Array, *spec: Any) -> jax.Array:
     return jax.device_put(x, sharding)  # reshard of jax 0.7 takes no array of one device
 
 
-def _varying_over_all_axes(arrays: Any) -> Any:
-    axes = {axis for x in jax.tree.leaves(arrays) for axis in _varying_axes(x)}
+def _varying_over_all_axes(arrays: Any, more_axes: tuple[str, ...]) -> Any:
+    axes = {axis for x in jax.tree.leaves(arrays) for axis in _varying_axes(x)} | set(more_axes)
 
     def cast(x: jax.Array) -> jax.Array:
         missing = tuple(axes - _varying_axes(x))

@@ -206,7 +206,7 @@ def philox(counter: Any, key: Any) -> np.ndarray:
 
 
 def keep(seeds: Any, rate: float, seqlen_q: int, seqlen_kv: int) -> np.ndarray:
-    """The pairs that dropout keeps: bool [B, N, T, S]. seeds [B, N, 3] are Philox's key and the head's number.
+    """The pairs that dropout keeps: bool [B, N, T, S]. seeds [B, N, 5] begin with Philox's key and the head's number.
 
     Each call of Philox decides on 8 pairs of a 16 x 16 tile: rows r and r + 8, columns c, c + 1, c + 8, c + 9.
     """

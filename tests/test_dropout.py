@@ -66,15 +66,22 @@ def test_the_oracles_philox_gives_the_known_answers(counter, key, words):
 )
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.97])
 def test_keep_is_philox(rate, sizes):
-    seeds = np.random.default_rng(0).integers(0, 2**32, (2, 3, 3), np.uint32)
+    seeds = np.random.default_rng(0).integers(0, 2**32, (2, 3, 5), np.uint32)
     seeds[0, 0], seeds[1, 2] = 0, 2**32 - 1
+    seeds[..., 3:] = 0
     np.testing.assert_array_equal(_dropout.keep(seeds, rate, *sizes), oracle.keep(seeds, rate, *sizes))
+
+
+def test_a_part_of_the_sequence_keeps_what_the_whole_does():
+    seeds = _dropout.make_seeds(KEY, 2, 3)
+    part = _dropout.keep(_dropout.of_part(seeds, jnp.int32(32), jnp.int32(48)), 0.5, 40, 60)
+    np.testing.assert_array_equal(part, _dropout.keep(seeds, 0.5, 80, 120)[..., 32:72, 48:108])
 
 
 def test_every_head_of_every_batch_element_has_seeds_of_its_own():
     seeds = np.asarray(_dropout.make_seeds(KEY, 5, 7))
-    assert (seeds.shape, seeds.dtype) == ((5, 7, 3), np.uint32)
-    assert len(np.unique(seeds.reshape(-1, 3), axis=0)) == 35
+    assert (seeds.shape, seeds.dtype) == ((5, 7, 5), np.uint32)
+    assert len(np.unique(seeds.reshape(-1, 5), axis=0)) == 35
 
 
 def probe(batch, t, s, heads, head_dim, dtype, rate, key, **options) -> tuple[np.ndarray, np.ndarray]:

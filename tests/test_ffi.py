@@ -39,7 +39,7 @@ SHAPES = {
     "slopes": (2, 6),
     "query_ids": (2, 4),
     "key_ids": (2, 5),
-    "seeds": (2, 6, 3),
+    "seeds": (2, 6, 5),
 }
 DTYPES = {"query_ids": I32, "key_ids": I32, "mask": BOOL, "seeds": U32}
 

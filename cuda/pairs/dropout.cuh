@@ -14,8 +14,11 @@ namespace jax_flash::cuda {
 template <int kNTiles, class Pairs>
 __device__ __forceinline__ PairBits<kNTiles> kept_bits(const Pairs& pairs, int row0, int column0) {
   static_assert(kNTiles % 2 == 0 && kNTiles <= 8);
-  const Dropout dropout{{__ldg(pairs.head.seeds), __ldg(pairs.head.seeds + 1)},
-                        __ldg(pairs.head.seeds + 2),
+  const uint32_t* seeds = pairs.head.seeds;
+  const Dropout dropout{{__ldg(seeds), __ldg(seeds + 1)},
+                        __ldg(seeds + 2),
+                        __ldg(seeds + 3),
+                        __ldg(seeds + 4),
                         pairs.options.drop_threshold};
   PairBits<kNTiles> result{0};
   const int row = row0 + accumulator_row(0, 0);

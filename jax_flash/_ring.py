@@ -1,0 +1,483 @@
+"""Attention over one sequence that is sharded over devices: keys and values travel from device to device.
+
+Ring attention (Liu et al., https://arxiv.org/abs/2310.01889) by the kernels of `flash_attention`. Queries stay. In each
+step a device attends to the keys that it holds, passes them on, and merges the result with those of the steps before
+by their log-sum-exp. The backward pass goes the same way; the gradients of keys and values travel with them.
+
+A device's shard is one chunk of the sequence, or two with the layout "zigzag" (Llama 3, https://arxiv.org/abs/2407.21783,
+section 3.3.2). The unit of work is a pair of chunks, one of queries and one of keys. Which pairs causal and window let
+see each other is known when the call is traced, unless the offset is an array: a step without such a pair on any device
+is skipped, with its transfer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
+
+from . import _attention, _checks, _derivatives, _dropout, _reference, _sharding
+from ._alibi import Alibi
+from ._operands import AXES, DIFFERENTIABLE, PART_OF_LSE
+from ._options import AttentionOptions, describe, static_bool, static_int
+
+Arrays = dict[str, jax.Array]
+
+# What travels. Of masks and biases each device has its rows, with all keys.
+_TRAVELLING = ("k", "v", "key_value_segment_ids")
+_INT32 = jnp.iinfo(jnp.int32)
+_DROPOUT_UNIT = 16  # a draw decides about pairs of a 16 x 16 tile
+
+
+def ring_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | Alibi | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    axis_name: str,
+    layout: Literal["contiguous", "zigzag"] = "contiguous",
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    query_offset: ArrayLike | int = 0,
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+    sinks: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: ArrayLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    deterministic: bool = False,
+    forward_mode: bool = False,
+    return_residual: bool = False,
+    implementation: Literal["xla"] | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Exact attention over a sequence that is sharded over the mesh axis `axis_name`. Call it inside `shard_map`.
+
+    Each of the n devices has an n-th of the queries and of the keys; T and S are the lengths of the whole. The result
+    is the device's part of what :func:`flash_attention` gives for the whole sequence, up to rounding.
+
+    Arguments that are not listed here have the meaning that they have there. Lengths and offset are those of the whole
+    sequence, the same on all devices.
+
+    Args:
+      query: the device's queries, [B, T / n, N, H].
+      key: the device's keys, [B, S / n, K, H].
+      value: the device's values, [B, S / n, K, Hv].
+      bias: broadcastable to [B, N, T / n, S]: the device's rows, all keys in the order of the devices' shards; or
+        :class:`Alibi`.
+      mask: bool, likewise.
+      axis_name: the mesh axis over which the sequence is sharded.
+      layout: which part of the sequence a device has. "contiguous": device d has the d-th of n chunks. "zigzag": it
+        has chunks d and 2 n - 1 - d of 2 n, so that all devices have equally much to do if the call is causal;
+        :func:`to_zigzag` brings a sequence into this order.
+      query_offset: a Python int lets the call skip, with their transfers, keys that no query sees; an array does not.
+      segment_ids: the device's, [B, T / n] (if T == S), or a pair of [B, T / n] and [B, S / n].
+      forward_mode: as there. Reverse mode with it keeps the keys of all steps, memory linear in S instead of S / n.
+      implementation: None: the fused kernel of the platform; "xla": plain XLA operations, with score matrices of
+        T / n x S / n.
+
+    Returns:
+      As `flash_attention`: the device's part of the output, [B, T / n, N, Hv], and of the log-sum-exp, [B, T / n, N].
+
+    Raises:
+      TypeError: as `flash_attention`.
+      ValueError: as `flash_attention`; or layout is unknown; or a shard cannot be halved, or with dropout is not a
+        multiple of 16, or of 32 with "zigzag".
+      NotImplementedError: as `flash_attention`; second derivatives without `forward_mode`.
+    """
+    _checks.check_implementation(implementation)
+    forward_mode = static_bool("forward_mode", forward_mode)
+    return_residual = static_bool("return_residual", return_residual)
+    num_devices = lax.axis_size(axis_name)
+    call = _attention.normal_form(
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        query_offset=query_offset,
+        segment_ids=segment_ids,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        precision=precision,
+        deterministic=deterministic,
+        num_shards=num_devices,
+    )
+    num_chunks = _num_chunks(layout)
+    unit = num_chunks * (_DROPOUT_UNIT if call.options.dropout_rate else 1)
+    for name, x in (("query", call.query), ("key", call.key)):
+        if x.shape[1] % unit:
+            dropout = f" and dropout_rate {call.options.dropout_rate}" if call.options.dropout_rate else ""
+            raise ValueError(
+                f"{name} must have a length on each device that is a multiple of {unit} with layout {layout!r}"
+                f"{dropout}, got {x.shape[1]}."
+            )
+    query_offset = 0 if query_offset is None else query_offset
+    ring = _Ring.of(
+        axis_name,
+        num_devices,
+        num_chunks,
+        call.query.shape[1] // num_chunks,
+        call.key.shape[1] // num_chunks,
+        call.options,
+        int(query_offset) if isinstance(query_offset, int | np.integer) else None,
+    )
+    arrays = _sharding.with_matching_types(
+        call.query, call.key, call.value, call.operands, more_axes=(axis_name,)
+    )
+    if implementation == "xla":
+        out, lse = _attend(*arrays, call.options, ring, _reference.attention)
+    elif forward_mode:
+        out, lse = _attend(*arrays, call.options, ring, _kernel)
+    else:
+        out, lse = _with_reverse_mode(*arrays, call.options, ring)
+    return call.results(out, lse, return_residual=return_residual)
+
+
+def to_zigzag(x: jax.Array, num_devices: int, axis: int = 1) -> jax.Array:
+    """A whole sequence in the order of the layout "zigzag": sharded along `axis`, device d gets chunks d, 2 n - 1 - d.
+
+    Args:
+      x: an array of the whole sequence: queries, keys, positions, segment ids.
+      num_devices: n, the size of the mesh axis over which the sequence is sharded.
+      axis: the axis of the sequence, of a length that is a multiple of 2 n.
+
+    Raises:
+      ValueError: the length is not a multiple of 2 n.
+    """
+    return _take_chunks(x, _zigzag_order(num_devices), axis)
+
+
+def from_zigzag(x: jax.Array, num_devices: int, axis: int = 1) -> jax.Array:
+    """The inverse of :func:`to_zigzag`, with the same arguments."""
+    return _take_chunks(x, np.argsort(_zigzag_order(num_devices)), axis)
+
+
+def _zigzag_order(num_devices: int) -> np.ndarray:
+    num_devices = static_int("num_devices", num_devices)
+    return np.array([_chunk_of(device, i, num_devices, 2) for device in range(num_devices) for i in range(2)])
+
+
+def _take_chunks(x: jax.Array, order: np.ndarray, axis: int) -> jax.Array:
+    length = x.shape[axis]
+    if length % len(order):
+        raise ValueError(f"x must have a length that is a multiple of 2 n = {len(order)}, got {length}.")
+    axis %= x.ndim
+    chunks = x.reshape(*x.shape[:axis], len(order), length // len(order), *x.shape[axis + 1 :])
+    return jnp.take(chunks, order, axis).reshape(x.shape)
+
+
+# ---- Which pairs of chunks meet when ----------------------------------------------------------------------
+
+
+class _Step(NamedTuple):
+    shift: int  # the device has the keys of the device that is this far behind it
+    # For each device the pairs (own chunk of queries, own chunk of keys) that may see each other.
+    pairs: tuple[tuple[tuple[int, int], ...], ...]
+
+    @property
+    def num_slots(self) -> int:
+        return max(map(len, self.pairs))
+
+    def slot(self, i: int) -> np.ndarray:
+        """Of each device the i-th pair, and whether it has so many: int [n, 3]."""
+        return np.array([(*pairs[i], 1) if i < len(pairs) else (0, 0, 0) for pairs in self.pairs], np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+    axis_name: str
+    num_devices: int
+    num_chunks: int  # of a device
+    q_length: int  # of a chunk
+    kv_length: int
+    steps: tuple[_Step, ...]
+
+    @classmethod
+    def of(
+        cls,
+        axis_name: str,
+        num_devices: int,
+        num_chunks: int,
+        q_length: int,
+        kv_length: int,
+        options: AttentionOptions,
+        offset: int | None,
+    ) -> _Ring:
+        """Plans the steps; `offset` None: known only when the program runs."""
+        limits = options.window_left, 0 if options.is_causal else options.window_right
+        left, right = (np.inf if limit < 0 else limit for limit in limits)
+
+        def may_see(device: int, i: int, sender: int, j: int) -> bool:
+            if offset is None:
+                return True
+            row = _chunk_of(device, i, num_devices, num_chunks) * q_length + offset
+            column = _chunk_of(sender, j, num_devices, num_chunks) * kv_length
+            return row - (column + kv_length - 1) <= left and column - (row + q_length - 1) <= right
+
+        chunks = range(num_chunks)
+        steps = []
+        for shift in range(num_devices):
+            pairs = tuple(
+                tuple(
+                    (i, j)
+                    for i in chunks
+                    for j in chunks
+                    if may_see(device, i, (device - shift) % num_devices, j)
+                )
+                for device in range(num_devices)
+            )
+            if any(pairs):
+                steps.append(_Step(shift, pairs))
+        return cls(axis_name, num_devices, num_chunks, q_length, kv_length, tuple(steps))
+
+    def chunk(self, device: Any, i: Any) -> Any:
+        """The place in the sequence of a device's chunk."""
+        return _chunk_of(device, i, self.num_devices, self.num_chunks)
+
+    def move(self, arrays: Any, shift: int) -> Any:
+        """Passes arrays on to the device that is `shift` further."""
+        shift %= self.num_devices
+        if not shift:
+            return arrays
+        n = self.num_devices
+        return lax.ppermute(arrays, self.axis_name, [(device, (device + shift) % n) for device in range(n)])
+
+
+def _num_chunks(layout: str) -> int:
+    if not isinstance(layout, str):
+        raise TypeError(f"layout must be a str, got {describe(layout)}.")
+    if layout not in ("contiguous", "zigzag"):
+        raise ValueError(f'layout must be "contiguous" or "zigzag", got {layout!r}.')
+    return 2 if layout == "zigzag" else 1
+
+
+def _chunk_of(device: Any, i: Any, num_devices: int, num_chunks: int) -> Any:
+    """The place in the sequence of chunk i (0, or 0 and 1) of a device."""
+    if num_chunks == 1:
+        return device
+    return device + i * (2 * (num_devices - device) - 1)  # device, or 2 num_devices - 1 - device
+
+
+# ---- The arrays of a pair of chunks -----------------------------------------------------------------------
+
+
+class _Pair(NamedTuple):
+    """A pair of chunks that a device works on: which they are on their devices, and if there is work at all."""
+
+    device: Any
+    sender: Any  # whose keys they are
+    i: Any
+    j: Any
+    is_real: Any
+
+
+def _pairs(ring: _Ring, step: _Step):
+    device = lax.axis_index(ring.axis_name)
+    sender = (device - step.shift) % ring.num_devices
+    for slot in range(step.num_slots):
+        i, j, is_real = jnp.asarray(step.slot(slot))[device]
+        yield _Pair(device, sender, i, j, is_real)
+
+
+def _axis(name: str, letter: str) -> int | None:
+    """The axis of an array [B, ...], or None."""
+    place = AXES[name].find(letter)
+    return None if place < 0 else 1 + place
+
+
+def _rows(name: str, x: jax.Array, ring: _Ring, i: Any) -> jax.Array:
+    """The rows of chunk i of an array that has rows."""
+    return _slice(x, _axis(name, "t"), i * ring.q_length, ring.q_length)
+
+
+def _columns(name: str, x: jax.Array, ring: _Ring, pair: _Pair) -> jax.Array:
+    """The keys of the pair."""
+    return _slice(x, _axis(name, "s"), _first_column(name, ring, pair), ring.kv_length)
+
+
+def _first_column(name: str, ring: _Ring, pair: _Pair) -> Any:
+    sender = 0 if name in _TRAVELLING else pair.sender  # others have the keys of all devices
+    return (sender * ring.num_chunks + pair.j) * ring.kv_length
+
+
+def _slice(x: jax.Array, axis: int | None, start: Any, size: int) -> jax.Array:
+    if axis is None or x.shape[axis] in (1, size):  # 1: broadcast
+        return x
+    return lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def _add_at(total: jax.Array, x: jax.Array, starts: tuple[Any, ...]) -> jax.Array:
+    """Adds x to the part of `total` that begins at `starts`."""
+    starts = tuple(
+        jnp.int32(0 if own == whole else start)
+        for start, own, whole in zip(starts, x.shape, total.shape, strict=True)
+    )
+    part = lax.dynamic_slice(total, starts, x.shape) + x.astype(total.dtype)
+    return part if x.shape == total.shape else lax.dynamic_update_slice(total, part, starts)
+
+
+def _part(arrays: Arrays, ring: _Ring, pair: _Pair, is_padded: bool) -> Arrays:
+    """The arrays of the call that a pair of chunks is; `is_padded`: the pair may not be real."""
+    row = ring.chunk(pair.device, pair.i) * ring.q_length
+    column = ring.chunk(pair.sender, pair.j) * ring.kv_length
+    part = {name: _columns(name, _rows(name, x, ring, pair.i), ring, pair) for name, x in arrays.items()}
+    batch = arrays["q"].shape[:1]
+    part["query_offset"] = _add(arrays.get("query_offset", jnp.zeros(batch, jnp.int32)), row - column)
+    if "query_seq_lengths" in arrays:
+        part["query_seq_lengths"] = jnp.maximum(arrays["query_seq_lengths"], 0) - row
+    whole = ring.num_devices * ring.num_chunks * ring.kv_length
+    if "key_value_seq_lengths" in arrays or is_padded:
+        lengths = arrays.get("key_value_seq_lengths", jnp.full(batch, whole, jnp.int32))
+        part["key_value_seq_lengths"] = (jnp.maximum(lengths, 0) - column) * pair.is_real
+    if "dropout_seeds" in arrays:
+        part["dropout_seeds"] = _dropout.of_part(arrays["dropout_seeds"], row, column)
+    return part
+
+
+def _add(x: jax.Array, distance: jax.Array) -> jax.Array:
+    """The sum, or the end of int32's range beyond which it lies."""
+    total = x + distance
+    overflows = (x ^ total) & (distance ^ total) < 0
+    return jnp.where(overflows, jnp.where(x < 0, _INT32.min, _INT32.max), total)
+
+
+# ---- Forward ----------------------------------------------------------------------------------------------
+
+
+def _kernel(query, key, value, operands, options):
+    return _derivatives.forward(dict(q=query, k=key, v=value) | operands, options)
+
+
+def _attend(query, key, value, operands, options: AttentionOptions, ring: _Ring, attention):
+    """The results of a device: `attention` of each pair of chunks, merged."""
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    out = jnp.zeros((*query.shape[:-1], value.shape[-1]), dtype)
+    lse = jnp.full(query.shape[:-1], -jnp.inf, dtype)
+    arrays = dict(q=query, k=key, v=value) | operands
+    sinks = arrays.pop("sinks", None)
+    shift = 0
+    for step in ring.steps:
+        arrays |= ring.move(
+            {name: arrays[name] for name in _TRAVELLING if name in arrays}, step.shift - shift
+        )
+        shift = step.shift
+        for pair in _pairs(ring, step):
+            part = _part(arrays, ring, pair, is_padded=_is_padded(step))
+            own = {name: part.pop(name) for name in "qkv"}
+            results = attention(own["q"], own["k"], own["v"], part, options)
+            merged = _merge(
+                *(_rows(name, x, ring, pair.i) for name, x in (("out", out), ("lse", lse))), *results
+            )
+            out, lse = (
+                lax.dynamic_update_slice_in_dim(whole, x, pair.i * ring.q_length, axis=1)
+                for whole, x in zip((out, lse), merged, strict=True)
+            )
+    if sinks is not None:
+        out, lse = _merge(out, lse, jnp.zeros_like(out), jnp.broadcast_to(sinks[:, None], lse.shape))
+    return out.astype(query.dtype), lse
+
+
+def _is_padded(step: _Step) -> bool:
+    return len(set(map(len, step.pairs))) > 1
+
+
+def _merge(out, lse, more_out, more_lse):
+    """Attention over two sets of keys, from attention over each."""
+    top = lax.stop_gradient(jnp.maximum(lse, more_lse))
+    top = jnp.where(top == -jnp.inf, 0, top)
+    weight, more_weight = jnp.exp(lse - top), jnp.exp(more_lse - top)
+    total = weight + more_weight
+    is_empty = total == 0
+    safe_total = jnp.where(is_empty, 1, total)
+    out = out * (weight / safe_total)[..., None] + more_out * (more_weight / safe_total)[..., None]
+    return out, jnp.where(is_empty, -jnp.inf, top + jnp.log(safe_total))
+
+
+# ---- Backward ---------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _with_reverse_mode(query, key, value, operands, options, ring):
+    return _attend(query, key, value, operands, options, ring, _kernel)
+
+
+def _forward(query, key, value, operands, options, ring):
+    out, lse = _attend(query, key, value, operands, options, ring, _kernel)
+    out = checkpoint_name(out, "flash_attention_out")
+    lse = checkpoint_name(lse, "flash_attention_lse")
+    return (out, lse), dict(q=query, k=key, v=value) | operands | dict(out=out, lse=lse)
+
+
+def _backward(options, ring, arrays, cotangents):
+    dout, dlse = cotangents
+    found = _gradients(arrays | dict(dout=dout, dlse=dlse), options, ring)
+    operands = {name: found.get(name) for name in arrays if name not in ("q", "k", "v", "out", "lse")}
+    return found["q"], found["k"], found["v"], operands
+
+
+_with_reverse_mode.__wrapped__.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _gradients(arrays: Arrays, options: AttentionOptions, ring: _Ring) -> Arrays:
+    """The gradients of a device's arrays. Each pair of chunks adds to them, with out and lse of the whole row."""
+    dtype = arrays["lse"].dtype
+    wanted = [name for name in DIFFERENTIABLE if name in arrays and name not in PART_OF_LSE]
+    total = {name: jnp.zeros(arrays[name].shape, dtype) for name in wanted}
+    of_lse = {name: jnp.zeros_like(arrays[name]) for name in PART_OF_LSE if name in arrays}
+    for i in range(ring.num_chunks):
+        device = lax.axis_index(ring.axis_name)
+        part = _part(arrays, ring, _Pair(device, 0, i, 0, 1), is_padded=False)
+        for name, x in _derivatives.gradients(part, list(of_lse), options).items():
+            of_lse[name] += x
+
+    shift = 0
+    travelling = {name: arrays[name] for name in _TRAVELLING if name in arrays}
+    for step in ring.steps:
+        travelling = ring.move(travelling, step.shift - shift)
+        # The sums for the keys come from the device before while this one computes what it adds to them.
+        total |= ring.move({name: total[name] for name in "kv"}, step.shift - shift)
+        shift = step.shift
+        for pair in _pairs(ring, step):
+            part = _part(
+                {name: x for name, x in (arrays | travelling).items() if name not in PART_OF_LSE},
+                ring,
+                pair,
+                is_padded=_is_padded(step),
+            )
+            for name, x in _derivatives.gradients(part, wanted, options).items():
+                starts = [0] * x.ndim
+                if (axis := _axis(name, "t")) is not None:
+                    starts[axis] = pair.i * ring.q_length
+                if (axis := _axis(name, "s")) is not None:
+                    starts[axis] = _first_column(name, ring, pair)
+                total[name] = _add_at(total[name], x, tuple(starts))
+    total |= ring.move({name: total[name] for name in "kv"}, -shift)
+    return {name: x.astype(arrays[name].dtype) for name, x in total.items()} | of_lse
+
+
+@_gradients.defjvp
+def _refuse_second_derivative(options, ring, primals, tangents):
+    raise NotImplementedError(
+        "ring_attention has second derivatives with forward_mode=True only, which keeps the keys of all steps."
+    )

@@ -1,0 +1,390 @@
+"""ring_attention: one sequence over several devices, compared with exact results and with one device."""
+
+import dataclasses
+import functools
+import inspect
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import conftest
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import quick
+from cases import CASES, DTYPES, Case
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_flash
+
+LAYOUTS = ("contiguous", "zigzag")
+QUICK = ("causal", "everything at once")
+
+
+def mesh_of(platform: str, *sizes: int, names: tuple[str, ...] = ("sequence",)) -> Mesh:
+    devices = jax.devices("cpu" if conftest.EMULATES else platform)
+    if len(devices) < np.prod(sizes):
+        pytest.skip(f"needs {np.prod(sizes)} devices")
+    return Mesh(np.array(devices[: np.prod(sizes)]).reshape(sizes), names)
+
+
+def fitted(case: Case, num_devices: int, layout: str) -> Case:
+    """The case with lengths that can be sharded."""
+    unit = num_devices * (2 if layout == "zigzag" else 1) * (16 if "dropout_rate" in case.static else 1)
+    lengths = (-(-length // unit) * unit for length in (case.seqlen_q, case.seqlen_kv))
+    return dataclasses.replace(case, **dict(zip(("seqlen_q", "seqlen_kv"), lengths, strict=True)))
+
+
+# ---- Shards ---------------------------------------------------------------------------------------------------
+
+
+def in_order(layout: str, num_devices: int, name: str, x: Any, inverse: bool = False) -> Any:
+    """An argument of the whole sequence in the order of the layout, or back."""
+    if isinstance(x, tuple):
+        return tuple(in_order(layout, num_devices, name, part, inverse) for part in x)
+    order = jax_flash.from_zigzag if inverse else jax_flash.to_zigzag
+    for axis in sequence_axes(name) if layout == "zigzag" else ():
+        if x.ndim >= -axis and x.shape[axis] != 1:
+            x = np.asarray(order(x, num_devices, axis))
+    return x
+
+
+def sequence_axes(name: str) -> tuple[int, ...]:
+    if name in ("bias", "mask"):
+        return -2, -1
+    return {"q": (-3,), "k": (-3,), "v": (-3,), "out": (-3,), "lse": (-2,), "segment_ids": (-1,)}.get(
+        name, ()
+    )
+
+
+def spec_of(name: str, x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(spec_of(name, part) for part in x)
+    axes = sequence_axes(name)[:1]  # keys of masks and biases are not sharded
+    return P(
+        *("sequence" if axis - x.ndim in axes and x.shape[axis] != 1 else None for axis in range(x.ndim))
+    )
+
+
+def ring_call(mesh: Mesh, layout: str, operands: dict[str, Any], **static: Any) -> Callable:
+    """ring_attention of whole arrays in the order of the layout: out and lse."""
+
+    def local(q, k, v, operands):
+        operands = dict(operands)
+        if "alibi" in operands:
+            operands["bias"] = jax_flash.Alibi(operands.pop("alibi"))
+        if "dropout_seed" in operands:
+            operands["dropout_rng"] = jax.random.key(operands.pop("dropout_seed"))
+        return jax_flash.ring_attention(
+            q, k, v, axis_name="sequence", layout=layout, return_residual=True, **static, **operands
+        )
+
+    rows = P(None, "sequence")
+    specs = {name: spec_of(name, x) for name, x in operands.items()}
+    return jax.shard_map(local, mesh=mesh, in_specs=(rows, rows, rows, specs), out_specs=(rows, rows))
+
+
+def run(case: Case, dtype: str, mesh: Mesh, layout: str, **more: Any):
+    """What harness.run_with_operands returns, by ring_attention."""
+    number = mesh.size
+    order = functools.partial(in_order, layout, number)
+
+    @jax.jit
+    def forward_and_backward(q, k, v, dout, dlse, operands):
+        differentiable = {name: operands[name] for name in ("bias", "alibi", "sinks") if name in operands}
+        f = ring_call(mesh, layout, operands, **case.static, **more)
+        results, vjp = jax.vjp(lambda q, k, v, d: f(q, k, v, operands | d), q, k, v, differentiable)
+        return results, vjp((dout, dlse))
+
+    with harness.x64(dtype):
+        inputs = case.inputs(DTYPES[dtype])
+        names = ("q", "k", "v", "out", "lse")
+        args = [order(name, x) for name, x in zip(names, inputs, strict=True)]
+        operands = {name: order(name, x) for name, x in case.operands(DTYPES[dtype]).items()}
+        results, (*gradients, of_operands) = forward_and_backward(*args, operands)
+        back = functools.partial(order, inverse=True)
+        results = [
+            back(name, np.asarray(x))
+            for name, x in zip(("out", "lse", "q", "k", "v"), (*results, *gradients), strict=True)
+        ]
+        return oracle.Result(*results), {name: back(name, np.asarray(x)) for name, x in of_operands.items()}
+
+
+# ---- Every option -----------------------------------------------------------------------------------------------
+
+# The cases take turns in the layouts, numbers of devices and dtypes.
+_PLACES = [(number, layout) for layout in LAYOUTS for number in (2, 4, 8)]
+_ROWS = {
+    f"{case}-{'-'.join(map(str, place))}": (case, *place, kind)
+    for case, place, kind in zip(
+        CASES, itertools.cycle(_PLACES), itertools.cycle((2, 3, 0, 1, 2)), strict=False
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "number", "layout", "kind"),
+    quick.rows(_ROWS, quick=[row for row in _ROWS if row.split("-")[0] in QUICK], unpack=True),
+)
+def test_every_option_is_close_to_exact(case, number, layout, kind, platform):
+    mesh = mesh_of(platform, number)
+    case = fitted(case, number, layout)
+    dtype, precision, rule = harness.KINDS[platform][kind]
+    got, gradients = run(case, dtype, mesh, layout, **({} if precision is None else {"precision": precision}))
+    harness.check(got, case, dtype, rule)
+    harness.check_operands(gradients, case, dtype, rule)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_device_has_the_whole(layout, platform):
+    case = next(case for case in CASES if case.name == "everything at once")
+    case = fitted(case, 1, layout)
+    got, gradients = run(case, "float32", mesh_of(platform, 1), layout, precision="highest")
+    harness.check(got, case, "float32", "float32")
+    harness.check_operands(gradients, case, "float32", "float32")
+
+
+# ---- What travels -----------------------------------------------------------------------------------------------
+
+# Options, the layout, and how often keys and values travel from device to device, of 4 devices with 16 rows each.
+_TRAVELS = {
+    "full": ({}, "contiguous", 3),
+    "causal": (dict(is_causal=True), "contiguous", 3),
+    "causal, zigzag": (dict(is_causal=True), "zigzag", 3),
+    "window of one shard": (dict(local_window_size=(16, 0)), "contiguous", 1),
+    "window of two shards": (dict(local_window_size=(17, 0)), "contiguous", 2),
+    "window of both sides": (dict(local_window_size=5), "contiguous", 2),
+    "window, causal": (dict(local_window_size=5, is_causal=True), "contiguous", 1),
+    "window of one": (dict(local_window_size=0), "contiguous", 0),
+    "offset": (dict(local_window_size=0, query_offset=-16), "contiguous", 1),
+    "nothing is visible": (dict(is_causal=True, query_offset=-64), "contiguous", 0),
+}
+
+
+@pytest.mark.parametrize(("options", "layout", "times"), _TRAVELS.values(), ids=_TRAVELS.keys())
+def test_only_keys_that_are_seen_travel(options, layout, times):
+    mesh = mesh_of("cpu", 4)
+    shape = jax.ShapeDtypeStruct((2, 64, 2, 8), jnp.float32)
+    f = ring_call(mesh, layout, {}, **options)
+    text = jax.jit(lambda *args: f(*args, {})).lower(shape, shape, shape).as_text()
+    assert text.count("stablehlo.collective_permute") == 2 * times
+    others = set(re.findall(r"stablehlo\.(all_\w+|reduce_scatter|collective_\w+)", text))
+    assert others <= {"collective_permute"}
+
+
+@pytest.mark.parametrize(
+    ("options", "layout"),
+    quick.in_turn({name: x[0] for name, x in _TRAVELS.items()}, LAYOUTS, quick=("window, causal", "offset")),
+)
+def test_steps_that_are_skipped_had_nothing_to_add(options, layout, platform):
+    mesh = mesh_of(platform, 4)
+    q, k, v = (x.astype(np.float32) for x in jax.random.normal(jax.random.key(0), (3, 2, 64, 2, 8)))
+    want = jax_flash.flash_attention(q, k, v, **options)
+    order = functools.partial(in_order, layout, 4, "q")
+    f = ring_call(mesh, layout, {}, **options)
+    out, _ = jax.jit(lambda *args: f(*args, {}))(order(q), order(k), order(v))
+    np.testing.assert_allclose(order(np.asarray(out), inverse=True), want, rtol=1e-5, atol=1e-5)
+
+
+# ---- Transformations ----------------------------------------------------------------------------------------------
+
+
+def inputs(seed: int = 0, *, batch: int = 2, length: int = 32, heads: int = 2) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(seed), 4)
+    return tuple(jax.random.normal(key, (batch, length, heads, 8), jnp.float32) for key in keys)
+
+
+def on_the_ring(mesh: Mesh, **options: Any) -> Callable:
+    """ring_attention of whole arrays of a contiguous layout."""
+    local = functools.partial(jax_flash.ring_attention, axis_name="sequence", **options)
+    return jax.shard_map(local, mesh=mesh, in_specs=P(None, "sequence"), out_specs=P(None, "sequence"))
+
+
+def assert_close(got: Any, want: Any) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), got, want)
+
+
+@pytest.fixture
+def highest():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def test_a_mesh_that_also_shards_batch_and_heads(platform, highest):
+    mesh = mesh_of(platform, 2, 2, 2, names=("batch", "sequence", "heads"))
+    *args, dout = inputs(batch=4, heads=4)
+    local = functools.partial(jax_flash.ring_attention, axis_name="sequence", is_causal=True)
+    spec = P("batch", "sequence", "heads")
+    f = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+    whole = functools.partial(jax_flash.flash_attention, is_causal=True)
+    for run in (f, whole):
+        out, vjp = jax.vjp(run, *args)
+        results = out, vjp(dout)
+        if run is f:
+            got = results
+    assert_close(got, results)
+
+
+@pytest.mark.exhaustive
+def test_scan_checkpoint_and_vmap(platform, highest):
+    mesh = mesh_of(platform, 2)
+
+    def model(attention):
+        def layer(x, _):
+            return x + attention(x, jnp.sin(x), x), None
+
+        @jax.jit
+        def loss(x):
+            x, _ = jax.lax.scan(jax.checkpoint(layer), x, length=2)
+            return jnp.sum(x**2)
+
+        return jax.grad(loss)
+
+    x = inputs()[0]
+    ring, whole = (
+        on_the_ring(mesh, is_causal=True),
+        functools.partial(jax_flash.flash_attention, is_causal=True),
+    )
+    assert_close(model(ring)(x), model(whole)(x))
+    many = jnp.stack([inputs(seed)[0] for seed in range(3)])
+    assert_close(jax.vmap(ring)(many, many, many), jax.vmap(whole)(many, many, many))
+
+
+def test_without_a_batch_axis(platform, highest):
+    mesh = mesh_of(platform, 2)
+    q, k, v, _ = (x[0] for x in inputs())
+    local = functools.partial(jax_flash.ring_attention, axis_name="sequence", return_residual=True)
+    f = jax.shard_map(local, mesh=mesh, in_specs=P("sequence"), out_specs=P("sequence"))
+    assert_close(f(q, k, v), jax_flash.flash_attention(q, k, v, return_residual=True))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_plain_xla(layout, platform, highest):
+    case = fitted(next(case for case in CASES if case.name == "sinks, soft cap, window"), 2, layout)
+    got, gradients = run(case, "float32", mesh_of(platform, 2), layout, implementation="xla")
+    harness.check(got, case, "float32", "float32")
+    harness.check_operands(gradients, case, "float32", "float32")
+
+
+# ---- Derivatives --------------------------------------------------------------------------------------------------
+
+
+def test_a_learned_scale(platform, highest):
+    mesh = mesh_of(platform, 2)
+    *args, dout = inputs()
+    rows = P(None, "sequence")
+
+    def ring(scale, *args):
+        def local(scale, q, k, v):
+            return jax_flash.ring_attention(q, k, v, axis_name="sequence", scale=scale)
+
+        return jax.shard_map(local, mesh=mesh, in_specs=(P(), rows, rows, rows), out_specs=rows)(scale, *args)
+
+    def whole(scale, *args):
+        return jax_flash.flash_attention(*args, scale=scale)
+
+    got, want = (
+        jax.grad(lambda scale, f=f: jnp.sum(f(scale, *args) * dout))(0.7 + jnp.zeros(()))
+        for f in (ring, whole)
+    )
+    assert_close(got, want)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_forward_mode_has_every_derivative(layout, platform, highest):
+    mesh = mesh_of(platform, 2)
+    *args, dout = inputs()
+    directions = inputs(1)[:3]
+    options = dict(is_causal=True, forward_mode=True)
+
+    def derivatives(f, args, directions, dout):
+        def loss(*args):
+            return jnp.sum(f(*args) * dout)
+
+        def along(*args):
+            return jax.jvp(f, args, directions)[1]
+
+        return (
+            along(*args),
+            jax.jvp(jax.grad(loss, (0, 1, 2)), tuple(args), directions)[1],  # a Hessian times a vector
+            jax.grad(lambda *args: jnp.sum(along(*args) ** 2), (0, 1, 2))(*args),
+        )
+
+    order = functools.partial(in_order, layout, 2, "q")
+    placed = ([order(x) for x in args], tuple(map(order, directions)), order(dout))
+    got = jax.jit(functools.partial(derivatives, on_the_ring(mesh, layout=layout, **options)))(*placed)
+    want = derivatives(functools.partial(jax_flash.flash_attention, **options), args, directions, dout)
+    assert_close(jax.tree.map(lambda x: order(np.asarray(x), inverse=True), got), want)
+
+
+def test_second_derivatives_need_forward_mode():
+    *args, dout = inputs()
+    f = on_the_ring(mesh_of("cpu", 2))
+    gradient = jax.grad(lambda q: jnp.sum(f(q, *args[1:]) * dout))
+    with pytest.raises(NotImplementedError, match="forward_mode=True"):
+        jax.jvp(gradient, args[:1], args[:1])
+
+
+# ---- Order and errors -----------------------------------------------------------------------------------------------
+
+
+def test_zigzag_gives_each_device_a_chunk_of_both_ends():
+    positions = jnp.arange(16)[None]
+    shards = jax_flash.to_zigzag(positions, 4).reshape(4, 4)
+    assert shards.tolist() == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
+    x = jax.random.normal(jax.random.key(0), (3, 5, 24))
+    for axis in (2, -1):
+        np.testing.assert_array_equal(jax_flash.from_zigzag(jax_flash.to_zigzag(x, 3, axis), 3, axis), x)
+    with pytest.raises(ValueError, match=r"x must have a length that is a multiple of 2 n = 8, got 20\."):
+        jax_flash.to_zigzag(jnp.ones((1, 20)), 4)
+
+
+_BAD_CALLS = {
+    "unknown layout": (
+        dict(layout="striped"),
+        ValueError,
+        'layout must be "contiguous" or "zigzag", got \'striped\'',
+    ),
+    "layout is no str": (dict(layout=2), TypeError, "layout must be a str, got 2 of type int"),
+    "odd shards": (
+        dict(layout="zigzag"),
+        ValueError,
+        "query must have a length on each device that is a multiple of 2",
+    ),
+    "dropout": (
+        dict(dropout_rate=0.5, dropout_rng=jax.random.key(0)),
+        ValueError,
+        "query must have a length on each device that is a multiple of 16",
+    ),
+    "mask of the device's keys": (
+        dict(mask=np.ones((5, 5), bool)),
+        ValueError,
+        r"mask must be broadcastable to \[B, N, T, S\] = \[2, 2, 5, 10\]",
+    ),
+    "a traced option": (dict(is_causal=1), TypeError, "is_causal must be a bool"),
+    "implementation": (dict(implementation="cudnn"), ValueError, "implementation must be None"),
+}
+
+
+@pytest.mark.parametrize(("options", "error", "message"), _BAD_CALLS.values(), ids=_BAD_CALLS.keys())
+def test_bad_call(options, error, message):
+    q, k, v, _ = inputs(length=10)
+    with pytest.raises(error, match=message):
+        on_the_ring(mesh_of("cpu", 2), **options)(q, k, v)
+
+
+def test_every_parameter_of_flash_attention():
+    one, ring = (
+        inspect.signature(f).parameters for f in (jax_flash.flash_attention, jax_flash.ring_attention)
+    )
+    assert list(one) == [name for name in ring if name not in ("axis_name", "layout")]
+    for name, parameter in one.items():
+        assert (ring[name].kind, ring[name].default) == (parameter.kind, parameter.default)
