@@ -4,11 +4,14 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
 import re
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
-import conftest
 import harness
 import jax
 import jax.numpy as jnp
@@ -26,11 +29,12 @@ LAYOUTS = ("contiguous", "zigzag")
 QUICK = ("causal", "everything at once")
 
 
-def mesh_of(platform: str, *sizes: int, names: tuple[str, ...] = ("sequence",)) -> Mesh:
-    devices = jax.devices("cpu" if conftest.EMULATES else platform)
-    if len(devices) < np.prod(sizes):
-        pytest.skip(f"needs {np.prod(sizes)} devices")
-    return Mesh(np.array(devices[: np.prod(sizes)]).reshape(sizes), names)
+def mesh_of(*sizes: int, names: tuple[str, ...] = ("sequence",)) -> Mesh:
+    """A mesh of devices of the test's platform."""
+    devices = jax.devices(jax.config.jax_default_device.platform)
+    if len(devices) < math.prod(sizes):
+        pytest.skip(f"needs {math.prod(sizes)} devices")
+    return Mesh(np.array(devices[: math.prod(sizes)]).reshape(sizes), names)
 
 
 def fitted(case: Case, num_devices: int, layout: str) -> Case:
@@ -132,7 +136,7 @@ _ROWS = {
     quick.rows(_ROWS, quick=[row for row in _ROWS if row.split("-")[0] in QUICK], unpack=True),
 )
 def test_every_option_is_close_to_exact(case, number, layout, kind, platform):
-    mesh = mesh_of(platform, number)
+    mesh = mesh_of(number)
     case = fitted(case, number, layout)
     dtype, precision, rule = harness.KINDS[platform][kind]
     got, gradients = run(case, dtype, mesh, layout, **({} if precision is None else {"precision": precision}))
@@ -145,7 +149,7 @@ def test_every_option_is_close_to_exact(case, number, layout, kind, platform):
 def test_one_device_has_the_whole(layout, platform):
     case = next(case for case in CASES if case.name == "everything at once")
     case = fitted(case, 1, layout)
-    got, gradients = run(case, "float32", mesh_of(platform, 1), layout, precision="highest")
+    got, gradients = run(case, "float32", mesh_of(1), layout, precision="highest")
     harness.check(got, case, "float32", "float32")
     harness.check_operands(gradients, case, "float32", "float32")
 
@@ -169,7 +173,7 @@ _TRAVELS = {
 
 @pytest.mark.parametrize(("options", "layout", "times"), _TRAVELS.values(), ids=_TRAVELS.keys())
 def test_only_keys_that_are_seen_travel(options, layout, times):
-    mesh = mesh_of("cpu", 4)
+    mesh = mesh_of(4)
     shape = jax.ShapeDtypeStruct((2, 64, 2, 8), jnp.float32)
     f = ring_call(mesh, layout, {}, **options)
     text = jax.jit(lambda *args: f(*args, {})).lower(shape, shape, shape).as_text()
@@ -183,7 +187,7 @@ def test_only_keys_that_are_seen_travel(options, layout, times):
     quick.in_turn({name: x[0] for name, x in _TRAVELS.items()}, LAYOUTS, quick=("window, causal", "offset")),
 )
 def test_steps_that_are_skipped_had_nothing_to_add(options, layout, platform):
-    mesh = mesh_of(platform, 4)
+    mesh = mesh_of(4)
     q, k, v = (x.astype(np.float32) for x in jax.random.normal(jax.random.key(0), (3, 2, 64, 2, 8)))
     want = jax_flash.flash_attention(q, k, v, **options)
     order = functools.partial(in_order, layout, 4, "q")
@@ -217,7 +221,7 @@ def highest():
 
 
 def test_a_mesh_that_also_shards_batch_and_heads(platform, highest):
-    mesh = mesh_of(platform, 2, 2, 2, names=("batch", "sequence", "heads"))
+    mesh = mesh_of(2, 2, 2, names=("batch", "sequence", "heads"))
     *args, dout = inputs(batch=4, heads=4)
     local = functools.partial(jax_flash.ring_attention, axis_name="sequence", is_causal=True)
     spec = P("batch", "sequence", "heads")
@@ -231,9 +235,25 @@ def test_a_mesh_that_also_shards_batch_and_heads(platform, highest):
     assert_close(got, results)
 
 
+@pytest.mark.parametrize(
+    "options", [dict(check_vma=False), dict(check_vma=True)], ids=["unchecked", "checked"]
+)
+def test_eager_shard_map(options, platform, highest):
+    """shard_map without jit, with and without JAX's check of what is replicated."""
+    mesh = mesh_of(2)
+    *args, dout = inputs()
+    local = functools.partial(jax_flash.ring_attention, axis_name="sequence", is_causal=True)
+    rows = P(None, "sequence")
+    f = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows, **options)
+    (got, vjp), (want, whole_vjp) = (
+        jax.vjp(g, *args) for g in (f, functools.partial(jax_flash.flash_attention, is_causal=True))
+    )
+    assert_close((got, vjp(dout)), (want, whole_vjp(dout)))
+
+
 @pytest.mark.exhaustive
 def test_scan_checkpoint_and_vmap(platform, highest):
-    mesh = mesh_of(platform, 2)
+    mesh = mesh_of(2)
 
     def model(attention):
         def layer(x, _):
@@ -257,7 +277,7 @@ def test_scan_checkpoint_and_vmap(platform, highest):
 
 
 def test_without_a_batch_axis(platform, highest):
-    mesh = mesh_of(platform, 2)
+    mesh = mesh_of(2)
     q, k, v, _ = (x[0] for x in inputs())
     local = functools.partial(jax_flash.ring_attention, axis_name="sequence", return_residual=True)
     f = jax.shard_map(local, mesh=mesh, in_specs=P("sequence"), out_specs=P("sequence"))
@@ -268,7 +288,7 @@ def test_without_a_batch_axis(platform, highest):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_plain_xla(layout, platform, highest):
     case = fitted(next(case for case in CASES if case.name == "sinks, soft cap, window"), 2, layout)
-    got, gradients = run(case, "float32", mesh_of(platform, 2), layout, implementation="xla")
+    got, gradients = run(case, "float32", mesh_of(2), layout, implementation="xla")
     harness.check(got, case, "float32", "float32")
     harness.check_operands(gradients, case, "float32", "float32")
 
@@ -277,7 +297,7 @@ def test_plain_xla(layout, platform, highest):
 
 
 def test_a_learned_scale(platform, highest):
-    mesh = mesh_of(platform, 2)
+    mesh = mesh_of(2)
     *args, dout = inputs()
     rows = P(None, "sequence")
 
@@ -300,7 +320,7 @@ def test_a_learned_scale(platform, highest):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_forward_mode_has_every_derivative(layout, platform, highest):
-    mesh = mesh_of(platform, 2)
+    mesh = mesh_of(2)
     *args, dout = inputs()
     directions = inputs(1)[:3]
     options = dict(is_causal=True, forward_mode=True)
@@ -327,10 +347,67 @@ def test_forward_mode_has_every_derivative(layout, platform, highest):
 
 def test_second_derivatives_need_forward_mode():
     *args, dout = inputs()
-    f = on_the_ring(mesh_of("cpu", 2))
+    f = on_the_ring(mesh_of(2))
     gradient = jax.grad(lambda q: jnp.sum(f(q, *args[1:]) * dout))
     with pytest.raises(NotImplementedError, match="forward_mode=True"):
         jax.jvp(gradient, args[:1], args[:1])
+
+
+# ---- Several processes ---------------------------------------------------------------------------------------------
+
+_PROCESS = """
+import functools, sys
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import jax_flash
+
+address, process = sys.argv[1], int(sys.argv[2])
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(address, num_processes=2, process_id=process)
+mesh = Mesh(np.array(jax.devices()), ("sequence",))
+shards = P(None, "sequence")
+args = [np.asarray(x) for x in jax.random.normal(jax.random.key(0), (4, 2, 32, 2, 8))]
+
+def placed(x):
+    x = np.asarray(jax_flash.to_zigzag(x, 4))
+    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, shards), lambda index: x[index])
+
+def gradients(attention, *args):
+    *args, dout = args
+    return jax.vjp(attention, *args)[1](dout)
+
+ring = functools.partial(jax_flash.ring_attention, axis_name="sequence", layout="zigzag", is_causal=True)
+ring = jax.shard_map(ring, mesh=mesh, in_specs=shards, out_specs=shards)
+got = jax.jit(functools.partial(gradients, ring))(*map(placed, args))
+want = gradients(functools.partial(jax_flash.flash_attention, is_causal=True), *args)
+for x, y in zip(got, want):
+    y = np.asarray(jax_flash.to_zigzag(y, 4))
+    assert len(x.addressable_shards) == 2
+    for shard in x.addressable_shards:
+        np.testing.assert_allclose(shard.data, y[shard.index], rtol=1e-4, atol=1e-5)
+print("close")
+"""
+
+
+@pytest.mark.exhaustive
+def test_two_processes():
+    """As on two hosts, with two devices each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-c", _PROCESS, address]
+    processes = [
+        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for i in range(2)
+    ]
+    for process in processes:
+        printed, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, printed
+        assert printed.splitlines()[-1] == "close"
 
 
 # ---- Order and errors -----------------------------------------------------------------------------------------------
@@ -378,7 +455,7 @@ _BAD_CALLS = {
 def test_bad_call(options, error, message):
     q, k, v, _ = inputs(length=10)
     with pytest.raises(error, match=message):
-        on_the_ring(mesh_of("cpu", 2), **options)(q, k, v)
+        on_the_ring(mesh_of(2), **options)(q, k, v)
 
 
 def test_every_parameter_of_flash_attention():
