@@ -18,6 +18,7 @@
 
 #include "cpu_attention.h"
 #include "cpu_types.h"
+#include "dropout.h"
 #include "hand_over.h"
 
 namespace sanitize_cpu {
@@ -28,6 +29,7 @@ using jax_flash::BackwardTangentParams;
 using jax_flash::Directions;
 using jax_flash::DType;
 using jax_flash::ForwardParams;
+using jax_flash::kSeedWords;
 using jax_flash::PairArray;
 using jax_flash::TangentParams;
 using jax_flash::cpu::InstructionSet;
@@ -201,7 +203,8 @@ class Call {
     }
     if (bias == 1) p.alibi_slopes = arrays_.Normal(stats_dtype(), b * n);
     if (p.options.dropout_rate > 0) {
-      p.dropout_seeds = arrays_.Integers<uint32_t>(b * n * 3, [&](int64_t i) { return i; });
+      const auto seed = [](int64_t i) { return i % kSeedWords < 3 ? i : 16 * (i % 7); };
+      p.dropout_seeds = arrays_.Integers<uint32_t>(b * n * kSeedWords, seed);
     }
     dout_ = arrays_.Normal(p.dtype, b * t * n * p.head_dim_v);
     dlse_ = Chance(2) ? arrays_.Normal(stats_dtype(), b * t * n) : nullptr;
