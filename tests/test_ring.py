@@ -140,7 +140,7 @@ def test_every_option_is_close_to_exact(case, number, layout, kind, platform):
     case = fitted(case, number, layout)
     dtype, precision, rule = harness.KINDS[platform][kind]
     got, gradients = run(case, dtype, mesh, layout, **({} if precision is None else {"precision": precision}))
-    harness.check(got, case, dtype, rule)
+    harness.check(got, case, dtype, rule, is_merged=number > 1)
     harness.check_operands(gradients, case, dtype, rule)
 
 
