@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 
 #include "launch.h"
 #include "mask.cuh"
@@ -21,73 +20,123 @@ __host__ __device__ constexpr int64_t stats_length(int64_t seqlen_q) {
   return ceil_div(seqlen_q, kStatsRows) * kStatsRows;
 }
 
-// 8 bytes of elements as floats.
-template <class Element>
+// Elements that one instruction moves.
+template <class Element, int kBytes>
 struct Vector {
-  static constexpr int kCount = 8 / sizeof(Element);
-  alignas(8) Element elements[kCount];
+  static constexpr int kCount = kBytes / sizeof(Element);
+  alignas(kBytes) Element elements[kCount];
+
+  __device__ __forceinline__ float dot(const Vector& other, float sum) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      sum = fmaf(static_cast<float>(elements[i]), static_cast<float>(other.elements[i]), sum);
+    }
+    return sum;
+  }
 };
+
+// The sum of `value` over kLanes neighbouring lanes.
+template <int kLanes>
+__device__ __forceinline__ float sum_lanes(float value) {
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(0xffffffff, value, offset);
+  }
+  return value;
+}
 
 // The sum of a[i] * b[i] over a row, by one warp.
 template <class Element>
 __device__ __forceinline__ float dot(const Element* a, const Element* b, int length, int lane) {
-  using V = Vector<Element>;
+  using V = Vector<Element, 8>;
   float sum = 0;
   if (length % V::kCount == 0) {  // rows start at multiples of their length
     for (int i = lane; i < length / V::kCount; i += 32) {
-      const V va = reinterpret_cast<const V*>(a)[i], vb = reinterpret_cast<const V*>(b)[i];
-#pragma unroll
-      for (int j = 0; j < V::kCount; ++j) {
-        sum = fmaf(static_cast<float>(va.elements[j]), static_cast<float>(vb.elements[j]), sum);
-      }
+      sum = reinterpret_cast<const V*>(a)[i].dot(reinterpret_cast<const V*>(b)[i], sum);
     }
   } else {
-    for (int i = lane; i < length; i += 32)
+    for (int i = lane; i < length; i += 32) {
       sum = fmaf(static_cast<float>(a[i]), static_cast<float>(b[i]), sum);
-  }
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffff, sum, offset);
-  return sum;
-}
-
-// delta [B, N, length] = rowsum(dout * out) - dlse and lse_log2 [B, N, length] = lse * log2(e), one row per
-// warp. Also clears the counter of tiles and `count` floats at `to_clear`, `share` of them per warp. A fully
-// masked row, or one beyond the end, gets delta = 0 and lse_log2 = +inf: its probabilities become 0.
-//
-// Index counts rows, in 32 bits where they suffice: three 64-bit divisions take longer than reading the row.
-template <class Element, class Index>
-__global__ void __launch_bounds__(256)
-    delta_kernel(const __grid_constant__ BackwardParams params, float* to_clear, int share, int64_t count) {
-  const int lane = threadIdx.x % 32;
-  const Index length = static_cast<Index>(stats_length(params.seqlen_q)),
-              num_heads = static_cast<Index>(params.num_heads);
-  // In [B, length, N]. The last rows come first: those with which the backward kernels begin are then in L2.
-  const Index row = Index{gridDim.x - 1 - blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32;
-  if (row >= static_cast<Index>(params.batch) * length * num_heads) return;
-  const Index token = row / num_heads, batch = token / length;
-  const Index head = row - token * num_heads, position = token - batch * length;
-
-  if (row == 0 && lane == 0 && params.tile_counter) *params.tile_counter = 0;
-  const int64_t first = static_cast<int64_t>(row) * share;
-  const int end = static_cast<int>(min(int64_t{share}, count - first));
-  for (int i = lane; i < end; i += 32) to_clear[first + i] = 0;
-  float delta = 0, lse_log2 = INFINITY;
-  if (static_cast<int>(position) < Mask(params, static_cast<int>(batch)).q_length) {
-    const int64_t out_token = static_cast<int64_t>(batch) * params.seqlen_q + static_cast<int64_t>(position);
-    const int64_t out_row = out_token * params.num_heads + static_cast<int64_t>(head);
-    const float lse = static_cast<const float*>(params.lse)[out_row];
-    if (lse != -INFINITY) {
-      const int head_dim_v = static_cast<int>(params.head_dim_v);
-      delta = dot(static_cast<const Element*>(params.dout) + out_row * head_dim_v,
-                  static_cast<const Element*>(params.out) + out_row * head_dim_v, head_dim_v, lane);
-      if (params.dlse && lse != INFINITY) delta -= static_cast<const float*>(params.dlse)[out_row];
-      lse_log2 = lse * kLog2e;
     }
   }
-  if (lane == 0) {
-    const Index stats_row = (batch * num_heads + head) * length + position;
-    params.delta[stats_row] = delta;
-    params.lse_log2[stats_row] = lse_log2;
+  return sum_lanes<32>(sum);
+}
+
+inline constexpr int kDeltaThreads = 256, kDeltaRows = 64;  // of a block
+static_assert(kStatsRows % kDeltaRows == 0);
+
+// delta [B, N, length] = rowsum(dout * out) - dlse and lse_log2 [B, N, length] = lse * log2(e), kDeltaRows
+// rows of a head per block. Also clears the counter of tiles and `count` floats at `to_clear`, `share` of
+// them per block. A fully masked row, or one beyond the end, gets delta = 0 and lse_log2 = +inf: its
+// probabilities become 0.
+//
+// kLanes lanes share a row, which is a whole number of vectors of kBytes.
+template <class Element, int kLanes, int kBytes>
+__global__ void __launch_bounds__(kDeltaThreads) delta_kernel(const __grid_constant__ BackwardParams params,
+                                                              float* to_clear, int64_t share, int64_t count) {
+  using V = Vector<Element, kBytes>;
+  constexpr int kGroups = kDeltaThreads / kLanes, kRowsOfGroup = kDeltaRows / kGroups;
+  constexpr int kInFlight = 2;  // rows that a lane begins to read before it uses one
+  static_assert(kRowsOfGroup % kInFlight == 0);
+  const int length = static_cast<int>(stats_length(params.seqlen_q));
+  const int num_heads = static_cast<int>(params.num_heads);
+  // Heads differ first, as in out and dout. The last rows come first: those with which the backward kernels
+  // begin are then in L2.
+  const unsigned index = gridDim.x - 1 - blockIdx.x, rows = index / num_heads;
+  const int head = static_cast<int>(index - rows * num_heads);
+  const int batch = static_cast<int>(rows / (length / kDeltaRows));
+  const int row0 = (static_cast<int>(rows) - batch * (length / kDeltaRows)) * kDeltaRows;
+
+  if (index == 0 && threadIdx.x == 0 && params.tile_counter) *params.tile_counter = 0;
+  const int64_t end = min((index + int64_t{1}) * share, count);
+  for (int64_t i = index * share + 4 * threadIdx.x; i < end; i += 4 * kDeltaThreads) {
+    if (i + 4 <= end) {
+      *reinterpret_cast<float4*>(to_clear + i) = {};
+    } else {
+      for (int64_t j = i; j < end; ++j) to_clear[j] = 0;
+    }
+  }
+
+  const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  const int vectors = static_cast<int>(params.head_dim_v) / V::kCount;  // of a row
+  const int q_length = Mask(params, batch).q_length;
+  auto out_row = [&](int row) { return (int64_t{batch} * params.seqlen_q + row) * num_heads + head; };
+#pragma unroll 1
+  for (int first = 0; first < kRowsOfGroup; first += kInFlight) {
+    V out[kInFlight], dout[kInFlight];
+    float lse[kInFlight], dlse[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int row = row0 + (first + i) * kGroups + group;
+      out[i] = dout[i] = {};
+      lse[i] = -INFINITY, dlse[i] = 0;
+      if (row >= q_length) continue;
+      lse[i] = static_cast<const float*>(params.lse)[out_row(row)];
+      if (params.dlse) dlse[i] = static_cast<const float*>(params.dlse)[out_row(row)];
+      if (lane < vectors) {
+        out[i] = static_cast<const V*>(params.out)[out_row(row) * vectors + lane];
+        dout[i] = static_cast<const V*>(params.dout)[out_row(row) * vectors + lane];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int row = row0 + (first + i) * kGroups + group;
+      float delta = out[i].dot(dout[i], 0);
+      if (row < q_length) {
+        for (int j = lane + kLanes; j < vectors; j += kLanes) {
+          const int64_t vector = out_row(row) * vectors + j;
+          delta = static_cast<const V*>(params.out)[vector].dot(static_cast<const V*>(params.dout)[vector],
+                                                                delta);
+        }
+      }
+      delta = sum_lanes<kLanes>(delta);
+      if (lane == 0) {
+        const bool sees_keys = lse[i] != -INFINITY;
+        const int64_t stats_row = (int64_t{batch} * num_heads + head) * length + row;
+        params.delta[stats_row] = sees_keys ? delta - (lse[i] != INFINITY ? dlse[i] : 0) : 0;
+        params.lse_log2[stats_row] = sees_keys ? lse[i] * kLog2e : INFINITY;
+      }
+    }
   }
 }
 
@@ -95,12 +144,20 @@ __global__ void __launch_bounds__(256)
 template <class Element>
 Status launch_delta(const BackwardParams& params, float* to_clear, int64_t count,
                     const LaunchContext& context) {
-  constexpr int kThreads = 256, kRows = kThreads / 32;
-  const int64_t rows = params.batch * stats_length(params.seqlen_q) * params.num_heads;
-  const bool is_small = rows + kRows <= std::numeric_limits<uint32_t>::max();
-  return launch(is_small ? delta_kernel<Element, uint32_t> : delta_kernel<Element, uint64_t>,
-                ceil_div(rows, kRows), kThreads, 0, context, params, to_clear,
-                static_cast<int>(ceil_div(count, std::max<int64_t>(rows, 1))), count);
+  const int64_t blocks = params.batch * params.num_heads * (stats_length(params.seqlen_q) / kDeltaRows);
+  const int64_t share = ceil_div(ceil_div(count, std::max<int64_t>(blocks, 1)), 4) * 4;
+  auto launch_form = [&]<int kLanes, int kBytes>() {
+    return launch(delta_kernel<Element, kLanes, kBytes>, blocks, kDeltaThreads, 0, context, params, to_clear,
+                  share, count);
+  };
+  const int64_t row_bytes = params.head_dim_v * sizeof(Element);
+  if (row_bytes % 16 == 0) {
+    if (row_bytes <= 128) return launch_form.template operator()<8, 16>();
+    if (row_bytes <= 256) return launch_form.template operator()<16, 16>();
+    return launch_form.template operator()<32, 16>();
+  }
+  if (row_bytes % 8 == 0) return launch_form.template operator()<32, 8>();
+  return launch_form.template operator()<32, sizeof(Element)>();
 }
 
 // dq = scale * dq_accum, `count` elements.
@@ -110,7 +167,7 @@ __global__ void __launch_bounds__(256)
   const int64_t first = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * 4;
   if (first + 4 <= count) {
     const float4 x = *reinterpret_cast<const float4*>(dq_accum + first);
-    *reinterpret_cast<Vector<Element>*>(dq + first) = {
+    *reinterpret_cast<Vector<Element, 4 * sizeof(Element)>*>(dq + first) = {
         static_cast<Element>(scale * x.x), static_cast<Element>(scale * x.y),
         static_cast<Element>(scale * x.z), static_cast<Element>(scale * x.w)};
   } else {
