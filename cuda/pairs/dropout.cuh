@@ -14,14 +14,13 @@ namespace jax_flash::cuda {
 template <int kNTiles, class Pairs>
 __device__ __forceinline__ PairBits<kNTiles> kept_bits(const Pairs& pairs, int row0, int column0) {
   static_assert(kNTiles % 2 == 0 && kNTiles <= 8);
-  const uint32_t* seeds = pairs.head.seeds;
-  const Dropout dropout{{__ldg(seeds), __ldg(seeds + 1)},
-                        __ldg(seeds + 2),
-                        __ldg(seeds + 3),
-                        __ldg(seeds + 4),
-                        pairs.options.drop_threshold};
+  const uint32_t* seeds = pairs.params.dropout_seeds + int64_t{kSeedWords} * pairs.head.index;
+  const Dropout dropout{
+      {__ldg(seeds), __ldg(seeds + 1)}, __ldg(seeds + 2), 0, 0, pairs.options.drop_threshold};
   PairBits<kNTiles> result{0};
-  const int row = row0 + accumulator_row(0, 0);
+  // The first row and column of the call are added once: in `dropout` they would take two registers.
+  const int row = row0 + accumulator_row(0, 0) + __ldg(seeds + (Pairs::kTransposed ? 4 : 3));
+  column0 += __ldg(seeds + (Pairs::kTransposed ? 3 : 4));
 #pragma unroll
   for (int nt = 0; nt < kNTiles; nt += 2) {
     const int column = column0 + accumulator_column(nt, 0);

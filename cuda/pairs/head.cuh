@@ -16,7 +16,7 @@ struct PairHead {
   const uint32_t* mask_words;  // [rows, columns / 32], the mask as bits; null: no mask
   const int32_t* row_ids;      // [rows], segment ids; null: no segments
   const int32_t* column_ids;   // [columns], segment ids
-  const uint32_t* seeds;       // [kSeedWords], of dropout; read only where options.has_dropout
+  int index;                   // of the head, in [B, N]
   float scale_factor = 1;
   float slope = 0;       // of ALiBi, negated
   int query_offset = 0;  // added to a query's position by ALiBi
@@ -33,8 +33,7 @@ struct PairHead {
         params.has_segments() ? params.key_value_segment_ids + batch * params.seqlen_kv : nullptr;
     row_ids = kTransposed ? key_ids : query_ids;
     column_ids = kTransposed ? query_ids : key_ids;
-    const int64_t index = int64_t{batch} * params.num_heads + head;
-    seeds = params.dropout_seeds + kSeedWords * index;
+    index = batch * static_cast<int>(params.num_heads) + head;
     if (params.scale_factor) scale_factor = static_cast<const float*>(params.scale_factor)[batch];
     if (!params.alibi_slopes) return;
     constexpr int kFar = 1 << 30;  // beyond every position, and far from overflow

@@ -38,9 +38,9 @@
 //   barrier      arrivals a phase               one phase        who waits   what it protects
 //   q full       2: warp 0 and warp 2, with     block of         consumers   q; its lse and delta
 //                TMA                            queries
-//   q empty      256: each consumer thread, as  block of         warps 0, 2  the same, until dk += ds^T q is
-//                each reads lse and delta by    queries                      done
-//                itself
+//   q empty      with dq 2: a thread of each    block of         warps 0, 2  the same, until dk += ds^T q is
+//                consumer, after bar 1; else    queries                      done and all consumer threads
+//                have 256: each consumer thread                                   read lse and delta
 //   dout full    1: warp 1, with TMA            block of         consumers   dout
 //                                               queries
 //   dout empty   2: a thread of each consumer   block of         warp 1      the same, until dv += p^T dout
@@ -167,6 +167,8 @@ struct BackwardConfig {
   static constexpr int kBlockM = kTile.block_m, kStages = kTile.stages, kKvStages = kTile.kv_stages;
   static constexpr bool kByKeys = kHeadDim <= 128;  // does a consumer own 64 keys, or half of the columns?
   static constexpr int kBlockN = kByKeys ? 128 : 64;
+  static constexpr bool kMeetsAtBlocks =
+      kWithDq || !kByKeys;  // do the consumers meet at bar 1 in each block?
   using Queries = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/false, kBlockN, kBlockM>;
   static constexpr int kQueries = kByKeys ? kBlockM : kBlockM / 2;    // of a consumer's scores
   static constexpr int kColumns = kByKeys ? kHeadDim : kHeadDim / 2;  // of a consumer's dk and dv
@@ -432,8 +434,13 @@ struct BackwardConsumer {
   static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   static constexpr int kQueries = Config::kQueries, kSteps = kQueries / 16;
   static constexpr bool kByKeys = Config::kByKeys;
-  using Scores = float[1][kQueries / 8][4];        // [64 keys, kQueries]
-  using Operand = uint32_t[kSteps][4];             // the same in 16 bits
+  using Scores = float[1][kQueries / 8][4];  // [64 keys, kQueries]
+  using Operand = uint32_t[kSteps][4];       // the same in 16 bits
+  static constexpr int kTiles = kQueries / 8;
+  // Tiles of scores whose statistics are read early, and whose exponentials are computed before ds is there.
+  // Half of those of 128 queries, all of 64 queries: measured to be fastest.
+  static constexpr int kEarlyTiles = std::min(kTiles, 8);
+  using RowStats = float[kTiles][2];               // lse or delta of a lane's queries
   using Sum = float[1][Config::kColumns / 8][4];   // [64 keys, kColumns]
   using Dq = float[1][Config::kDqColumns / 8][4];  // [64 queries, kDqColumns]
 
@@ -461,13 +468,14 @@ struct BackwardConsumer {
     for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
       const typename Config::Queries queries = work.queries(arguments.params, head);
       const Pairs<true> pairs{arguments.params, arguments.pairs, work.batch, head};
+      float* dq_rows = Config::kWithDq ? arguments.dq_accum.tile(work.batch, head, 0, dq_column()) : nullptr;
 #pragma unroll 1
       for (int i = 0; i < queries.count; ++i) {
         const int m_start = queries.start(i);
         if (has_staged_bias() && i == 0) start_bias(pairs, work.n_start, m_start);
         // With 64 keys for both consumers, each has half of the queries of the block.
         const bool is_whole = !queries.is_listed() || queries.entry(i).is_whole(kByKeys ? consumer : 0);
-        block(work, pairs, head, m_start, i + 1 < queries.count ? queries.start(i + 1) : -1, is_whole);
+        block(work, pairs, dq_rows, m_start, i + 1 < queries.count ? queries.start(i + 1) : -1, is_whole);
       }
     }
     write_out(work);
@@ -496,10 +504,10 @@ struct BackwardConsumer {
     }
   }
 
-  // `next_m_start`: of this head, -1 if there is none; `is_listed_whole`: do mask and segments leave every
-  // pair visible?
+  // `dq_rows`: this head's sums of dq. `next_m_start`: of this head, -1 if there is none; `is_listed_whole`:
+  // do mask and segments leave every pair visible?
   __device__ __forceinline__ void block(const BackwardTileWork<Config>& work, const Pairs<true>& pairs,
-                                        int head, int m_start, int next_m_start, bool is_listed_whole) {
+                                        float* dq_rows, int m_start, int next_m_start, bool is_listed_whole) {
     const auto q = q_ring.uniform(), dout = shared.dout_ring().at(q);
     const int stage = q.stage;
     const uint32_t sQ = shared.sQ(stage), sDout = shared.sDout(stage);
@@ -507,87 +515,23 @@ struct BackwardConsumer {
     q.wait_full();
     issue_scores(scores, uniform(shared.sK(kv_ring.stage, key_row())),
                  uniform(sQ + query_row() * kChunkRowBytes));
+    RowStats lse_log2;
+    if constexpr (!Config::kPolicy.is_general()) load_stats<0, kEarlyTiles>(lse_log2, shared.sLse(stage));
     dout.wait_full();
     issue_scores(ds, uniform(shared.sV(kv_ring.stage, key_row())),
                  uniform(sDout + query_row() * kChunkRowBytes));
 
-    // ---- p = exp(q k^T - lse) ----
-    const bool is_whole = work.mask.covers(m_start + query_row(), kQueries, work.n_start + key_row(), 64);
-    const int row0 = work.n_start + warp_row(), column0 = m_start + query_row();
-    PairBits<kQueries / 8> visible[1]{{~0u}}, kept[1]{{~0u}};
-    if constexpr (Config::kPolicy.may_have_mask()) {
-      if (!is_listed_whole) load_visible(visible, pairs, row0, column0);
-    }
-    if constexpr (Config::kPolicy.others) {
-      if (pairs.has_dropout()) draw_kept(kept, pairs, row0, column0);
-    }
-    ptx::wgmma_wait<1>();
-    ptx::keep_in_place(scores[0]);
-    if constexpr (Config::kPolicy.is_general()) {
-      if constexpr (Config::kPolicy.may_stage_bias()) {
-        if (has_staged_bias()) {
-          add_staged_bias(scores[0], pairs, shared.bias(4 * consumer + warp), arguments.logit);
-          if (next_m_start >= 0) start_bias(pairs, work.n_start, next_m_start);
-        }
-      }
-      transform_scores(scores[0], pairs, has_staged_bias(), arguments.logit, row0, column0);
-    } else {
-#pragma unroll
-      for (int nt = 0; nt < kQueries / 8; ++nt) exponentiate(scores[0][nt], nt, stage);
-      if (!is_whole) {
-#pragma unroll
-        for (int nt = 0; nt < kQueries / 8; ++nt) hide(work, scores[0][nt], nt, m_start);
-      }
-    }
-
-    // ---- ds = p * (dout v^T - delta), and * (1 - tanh^2) with a soft cap ----
+    // ---- p = exp(q k^T - lse), ds = p * (dout v^T - delta) ----
     Operand p, ds_operand;
-    ptx::wgmma_wait<0>();
-    ptx::keep_in_place(ds[0]);
-#pragma unroll
-    for (int nt = 0; nt < kQueries / 8; ++nt) {
-      float (&tile)[4] = scores[0][nt];
-      float slope[4];
-      // Only now: there are no registers for all slopes.
-      if constexpr (Config::kPolicy.is_general()) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          slope[i] = arguments.logit.transform == LogitScale::kSoftCap ? soft_cap_slope(tile[i]) : 1;
-        }
-        exponentiate(tile, nt, stage);
-        if (!is_whole) hide(work, tile, nt, m_start);
-        float dropped[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (!visible[0].test(nt, i)) tile[i] = 0;
-          dropped[i] = kept[0].test(nt, i) ? tile[i] : 0;
-        }
-        make_operand<Arithmetic>(dropped, nt, p);
-      } else {
-        make_operand<Arithmetic>(tile, nt, p);
-      }
-      float delta[2];
-      ptx::load_shared_x2(delta, shared.sDelta(stage) + 4 * (query_row() + accumulator_column(nt, 0)));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& x = ds[0][nt][i];
-        if constexpr (Config::kPolicy.others) x = kept[0].test(nt, i) ? x * arguments.pairs.kept_factor : 0;
-        x = tile[i] * (x - delta[i % 2]);
-        if constexpr (Config::kPolicy.others) x *= slope[i];
-      }
-      make_operand<Arithmetic>(ds[0][nt], nt, ds_operand);
+    const bool is_whole = work.mask.covers(m_start + query_row(), kQueries, work.n_start + key_row(), 64);
+    if constexpr (Config::kPolicy.is_general()) {
+      weigh_general(work, pairs, m_start, next_m_start, is_whole, is_listed_whole, scores, ds, p, ds_operand);
+    } else {
+      weigh(work, m_start, is_whole, lse_log2, scores, ds, p, ds_operand);
     }
 
     // ---- dv += p^T dout, dq += ds k, dk += ds^T q ----
     if constexpr (kByKeys) {
-      if constexpr (Config::kWithDq) {
-        if (is_first) {  // the last tile's dk leaves from the place of ds: both consumers' must have gone
-          if (ptx::elect_one()) ptx::tensor_store_wait_read();
-          ptx::named_barrier_wait(2, 256);
-          is_first = false;
-        }
-        store_ds(ds_operand);
-      }
       issue_gradient(dv, p, shared.sP(ds_stage), sDout);
       if constexpr (Config::kWithDq) exchange();
     } else {
@@ -605,7 +549,7 @@ struct BackwardConsumer {
       dout.release_by_warpgroup();
       ptx::wgmma_wait<1>();
       ptx::keep_in_place(dq[0]);
-      add_dq(dq, work.batch, head, m_start);
+      add_dq(dq, dq_rows, m_start);
     } else {
       issue_gradient(dk, ds_operand, shared.sDs(ds_stage), sQ);
       ptx::wgmma_wait<1>();
@@ -614,10 +558,126 @@ struct BackwardConsumer {
     }
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(dk[0]);
-    // Each thread has read lse and delta by ordinary loads, so each arrives for itself.
-    q.release();
+    // Each thread has read lse and delta by ordinary loads. At bar 1 all had; without dq each arrives for
+    // itself.
+    if constexpr (Config::kWithDq) {
+      q.release_by_warpgroup();
+    } else {
+      q.release();
+    }
     q_ring.advance();
     ds_stage ^= 1;
+  }
+
+  // The last tile's dk leaves from the place of ds: both consumers' must have gone.
+  __device__ __forceinline__ void make_room_for_ds() {
+    if constexpr (kByKeys && Config::kWithDq) {
+      if (is_first) {
+        if (ptx::elect_one()) ptx::tensor_store_wait_read();
+        ptx::named_barrier_wait(2, 256);
+        is_first = false;
+      }
+    }
+  }
+
+  // Without pair options. Work that only needs the first product is spread over both sides of the wait for
+  // the second: it runs under that product, or mixes with what follows.
+  __device__ __forceinline__ void weigh(const BackwardTileWork<Config>& work, int m_start, bool is_whole,
+                                        RowStats& lse_log2, Scores& scores, Scores& ds, Operand& p,
+                                        Operand& ds_operand) {
+    ptx::wgmma_wait<1>();
+    ptx::keep_in_place(scores[0]);
+    load_stats<kEarlyTiles, kTiles>(lse_log2, shared.sLse(q_ring.stage));
+    RowStats delta;
+    load_stats<0, kEarlyTiles>(delta, shared.sDelta(q_ring.stage));
+#pragma unroll
+    for (int nt = 0; nt < kTiles; ++nt) {
+      make_logits(scores[0][nt], lse_log2[nt]);
+      if (nt < kEarlyTiles) exponentiate(scores[0][nt]);
+    }
+    if (!is_whole) {
+#pragma unroll
+      for (int nt = 0; nt < kTiles; ++nt) {
+        hide(work, scores[0][nt], nt, m_start, nt < kEarlyTiles ? 0 : -INFINITY);
+      }
+    }
+    make_room_for_ds();
+    ptx::wgmma_wait<0>();
+    ptx::keep_in_place(ds[0]);
+    load_stats<kEarlyTiles, kTiles>(delta, shared.sDelta(q_ring.stage));
+    uint32_t to = ds_row();
+    ptx::keep_in_place(to);
+#pragma unroll
+    for (int nt = 0; nt < kTiles; ++nt) {
+      if (nt >= kEarlyTiles) exponentiate(scores[0][nt]);
+      make_operand<Arithmetic>(scores[0][nt], nt, p);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ds[0][nt][i] = scores[0][nt][i] * (ds[0][nt][i] - delta[nt][i % 2]);
+      make_operand<Arithmetic>(ds[0][nt], nt, ds_operand);
+      if constexpr (kByKeys && Config::kWithDq) {
+        if (nt % 2 == 1) store_ds(to, ds_operand, nt / 2);
+      }
+    }
+  }
+
+  // With any pair options; ds also gets the soft cap's factor 1 - tanh^2.
+  __device__ __forceinline__ void weigh_general(const BackwardTileWork<Config>& work,
+                                                const Pairs<true>& pairs, int m_start, int next_m_start,
+                                                bool is_whole, bool is_listed_whole, Scores& scores,
+                                                Scores& ds, Operand& p, Operand& ds_operand) {
+    const int stage = q_ring.stage, row0 = work.n_start + warp_row(), column0 = m_start + query_row();
+    PairBits<kQueries / 8> visible[1]{{~0u}}, kept[1]{{~0u}};
+    if constexpr (Config::kPolicy.may_have_mask()) {
+      if (!is_listed_whole) load_visible(visible, pairs, row0, column0);
+    }
+    if constexpr (Config::kPolicy.others) {
+      if (pairs.has_dropout()) draw_kept(kept, pairs, row0, column0);
+    }
+    ptx::wgmma_wait<1>();
+    ptx::keep_in_place(scores[0]);
+    if constexpr (Config::kPolicy.may_stage_bias()) {
+      if (has_staged_bias()) {
+        add_staged_bias(scores[0], pairs, shared.bias(4 * consumer + warp), arguments.logit);
+        if (next_m_start >= 0) start_bias(pairs, work.n_start, next_m_start);
+      }
+    }
+    transform_scores(scores[0], pairs, has_staged_bias(), arguments.logit, row0, column0);
+    ptx::wgmma_wait<0>();
+    ptx::keep_in_place(ds[0]);
+#pragma unroll
+    for (int nt = 0; nt < kQueries / 8; ++nt) {
+      float (&tile)[4] = scores[0][nt];
+      float slope[4], dropped[4], lse_log2[2], delta[2];
+      // Only now: there are no registers for all slopes.
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        slope[i] = arguments.logit.transform == LogitScale::kSoftCap ? soft_cap_slope(tile[i]) : 1;
+      }
+      load_stats(lse_log2, shared.sLse(stage), nt);
+      make_logits(tile, lse_log2);
+      exponentiate(tile);
+      if (!is_whole) hide(work, tile, nt, m_start, 0);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (!visible[0].test(nt, i)) tile[i] = 0;
+        dropped[i] = kept[0].test(nt, i) ? tile[i] : 0;
+      }
+      make_operand<Arithmetic>(dropped, nt, p);
+      load_stats(delta, shared.sDelta(stage), nt);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& x = ds[0][nt][i];
+        if constexpr (Config::kPolicy.others) x = kept[0].test(nt, i) ? x * arguments.pairs.kept_factor : 0;
+        x = tile[i] * (x - delta[i % 2]);
+        if constexpr (Config::kPolicy.others) x *= slope[i];
+      }
+      make_operand<Arithmetic>(ds[0][nt], nt, ds_operand);
+    }
+    if constexpr (kByKeys && Config::kWithDq) {
+      make_room_for_ds();
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) store_ds(ds_row(), ds_operand, step);
+    }
   }
 
   // Makes what both consumers have written to shared memory visible to the products of both.
@@ -644,9 +704,9 @@ struct BackwardConsumer {
     }
   }
 
-  // Of the 8 queries of tile `nt` of a lane's scores, those that do not see the lane's two keys.
+  // Of the 8 queries of tile `nt` of a lane's scores, those that do not see the lane's two keys get `hidden`.
   __device__ __forceinline__ void hide(const BackwardTileWork<Config>& work, float (&tile)[4], int nt,
-                                       int m_start) {
+                                       int m_start, float hidden) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const Mask& mask = work.mask;
@@ -656,19 +716,31 @@ struct BackwardConsumer {
       const int column0 = m_start + query_row() + accumulator_column(0, 0);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        if (8 * nt + c < first - column0 || 8 * nt + c > last - column0) tile[2 * h + c] = 0;
+        if (8 * nt + c < first - column0 || 8 * nt + c > last - column0) tile[2 * h + c] = hidden;
       }
     }
   }
 
-  // From 8 queries' logits to p.
-  __device__ __forceinline__ void exponentiate(float (&tile)[4], int nt, int stage) {
-    float lse_log2[2];
-    ptx::load_shared_x2(lse_log2, shared.sLse(stage) + 4 * (query_row() + accumulator_column(nt, 0)));
+  // From 8 queries' scores to p: log2(p) first.
+  __device__ __forceinline__ void make_logits(float (&tile)[4], const float (&lse_log2)[2]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      tile[i] = ptx::exp2_approx(fmaf(tile[i], arguments.logit.scale_log2, -lse_log2[i % 2]));
-    }
+    for (int i = 0; i < 4; ++i) tile[i] = fmaf(tile[i], arguments.logit.scale_log2, -lse_log2[i % 2]);
+  }
+  __device__ __forceinline__ void exponentiate(float (&tile)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) tile[i] = ptx::exp2_approx(tile[i]);
+  }
+
+  // Of a lane's two queries among the 8 of tile `nt`; of several tiles.
+  __device__ __forceinline__ void load_stats(float (&stats)[2], uint32_t from, int nt) {
+    ptx::load_shared_x2(stats, from + 4 * (query_row() + accumulator_column(nt, 0)));
+  }
+  template <int kBegin, int kEnd>
+  __device__ __forceinline__ void load_stats(RowStats& stats, uint32_t from) {
+    uint32_t first = from + 4 * (query_row() + accumulator_column(0, 0));
+    ptx::keep_in_place(first);  // one register, not one for each tile
+#pragma unroll
+    for (int nt = kBegin; nt < kEnd; ++nt) ptx::load_shared_x2(stats[nt], first + 32 * nt);
   }
 
   // p^T or ds^T of this warp's 16 keys.
@@ -687,14 +759,16 @@ struct BackwardConsumer {
     return Config::kDqByRows ? 0 : consumer * Config::kDqColumns;
   }
 
-  // ds^T of this warp's 16 keys to ds.
-  __device__ __forceinline__ void store_ds(const Operand& ds) {
+  // Where this lane's row of ds^T of the warp's 16 keys goes, of the first 16 queries.
+  __device__ __forceinline__ uint32_t ds_row() const {
     const uint32_t sDs = shared.sDs(ds_stage) + consumer * Config::kQChunkBytes;
-    const int row = lane_id() / 16 * 8 + lane_id() % 8, piece = 2 * warp + lane_id() / 8 % 2;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      ptx::store_matrix_x4_transposed(sDs + swizzled(16 * step + row, piece), ds[step]);
-    }
+    uint32_t lane = lane_id();
+    ptx::keep_in_place(lane);  // rather computed again than kept in two registers
+    return sDs + swizzled(lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2);
+  }
+  // A step of 16 queries.
+  __device__ __forceinline__ void store_ds(uint32_t to, const Operand& ds, int step) const {
+    ptx::store_matrix_x4_transposed(to + step * 16 * kChunkRowBytes, ds[step]);
   }
 
   __device__ __forceinline__ void issue_dq(Dq& dq) {
@@ -706,7 +780,8 @@ struct BackwardConsumer {
                                                           Config::kKvChunkBytes);
   }
 
-  __device__ __forceinline__ void add_dq(const Dq& dq, int batch, int head, int m_start) {
+  // To the head's sums, which begin at dq_rows.
+  __device__ __forceinline__ void add_dq(const Dq& dq, float* dq_rows, int m_start) {
     const int row = m_start + 16 * warp + (Config::kDqByRows ? 64 * consumer : 0);
     const int tiles = min(Config::kDqColumns, static_cast<int>(arguments.params.head_dim) - dq_column()) / 8;
     const uint32_t sDq = shared.sDq(4 * consumer + warp);
@@ -719,7 +794,7 @@ struct BackwardConsumer {
     ptx::async_proxy_fence();
     __syncwarp();
     if (row < static_cast<int>(arguments.params.seqlen_q) && tiles > 0 && ptx::elect_one()) {
-      ptx::bulk_reduce_add(arguments.dq_accum.tile(batch, head, row, dq_column()), sDq,
+      ptx::bulk_reduce_add(dq_rows + arguments.dq_accum.row_offset(row), sDq,
                            tiles * DqFragments::kTileBytes);
       ptx::tensor_store_commit();
     }
@@ -773,7 +848,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const BackwardShared<Config> shared{ptx::shared_address(start)};
 
   if (threadIdx.x == 0) {
-    shared.q_ring().init(2, 128 * Config::kConsumers);  // q; lse and delta
+    // q; lse and delta.
+    shared.q_ring().init(2, (Config::kWithDq ? 1 : 128) * Config::kConsumers);
     shared.dout_ring().init(1, Config::kConsumers);
     shared.kv_ring().init(1, (Config::kWithDq ? 1 : 4) * Config::kConsumers);
     ptx::barrier_init(shared.tail(0), 1);

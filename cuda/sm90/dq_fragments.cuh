@@ -40,6 +40,11 @@ struct DqFragments {
                     column / kTileColumns) *
                        (kTileBytes / 4);
   }
+
+  // From row 0 of a head to this row, in floats.
+  __device__ int64_t row_offset(int row) const {
+    return int64_t{row / kTileRows} * column_tiles * (kTileBytes / 4);
+  }
 };
 
 // dq = scale * dq_accum. A warp turns 16 rows and 32 columns: of each row, a quad of lanes holds 2 columns of
