@@ -43,7 +43,7 @@ def ring_attention(
     bias: ArrayLike | Alibi | None = None,
     mask: ArrayLike | None = None,
     *,
-    axis_name: str,
+    axis_name: str | tuple[str, ...],
     layout: Literal["contiguous", "zigzag"] = "contiguous",
     scale: ArrayLike | None = None,
     is_causal: bool = False,
@@ -77,7 +77,7 @@ def ring_attention(
       bias: broadcastable to [B, N, T / n, S]: the device's rows, all keys in the order of the devices' shards; or
         :class:`Alibi`.
       mask: bool, likewise.
-      axis_name: the mesh axis over which the sequence is sharded.
+      axis_name: the mesh axis over which the sequence is sharded, or a tuple of axes, the major one first.
       layout: which part of the sequence a device has. "contiguous": device d has the d-th of n chunks. "zigzag": it
         has chunks d and 2 n - 1 - d of 2 n, so that all devices have equally much to do if the call is causal;
         :func:`to_zigzag` brings a sequence into this order.
@@ -140,9 +140,9 @@ def ring_attention(
         call.options,
         int(query_offset) if isinstance(query_offset, int | np.integer) else None,
     )
-    arrays = _sharding.with_matching_types(
-        call.query, call.key, call.value, call.operands, more_axes=(axis_name,)
-    )
+    # JAX knows the axes. Where shard_map does not check them, a gradient would be summed over any that is named here.
+    axes = _sharding.varying_axes(lax.axis_index(axis_name))
+    arrays = _sharding.with_matching_types(call.query, call.key, call.value, call.operands, more_axes=axes)
     if implementation == "xla":
         out, lse = _attend(*arrays, call.options, ring, _reference.attention)
     elif forward_mode:
@@ -204,7 +204,7 @@ class _Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    axis_name: str
+    axis_name: str | tuple[str, ...]
     num_devices: int
     num_chunks: int  # of a device
     q_length: int  # of a chunk
@@ -214,7 +214,7 @@ class _Ring:
     @classmethod
     def of(
         cls,
-        axis_name: str,
+        axis_name: str | tuple[str, ...],
         num_devices: int,
         num_chunks: int,
         q_length: int,

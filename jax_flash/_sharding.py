@@ -6,6 +6,7 @@ custom_vjp, so that JAX sums the gradients of what it replicates.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -42,7 +43,7 @@ def with_batch_like(x: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def with_matching_types(
-    query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands, *, more_axes: tuple[str, ...] = ()
+    query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands, *, more_axes: Iterable[str] = ()
 ) -> tuple[jax.Array, jax.Array, jax.Array, Operands]:
     """The arguments with the bias sharded as its gradient will be, all varying over the same axes of shard_map.
 
@@ -55,6 +56,14 @@ def with_matching_types(
         axes = (None if size == 1 else axis for size, axis in zip(bias.shape, (batch, heads), strict=False))
         operands = operands | {"bias": _reshard(bias, query, *axes, None, None)}
     return _varying_over_all_axes((query, key, value, operands), more_axes)
+
+
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """The axes of shard_map over which `x` is known to vary; none where shard_map does not check."""
+    aval = jax.typeof(x)
+    if hasattr(aval, "manual_axis_type"):
+        return frozenset(aval.manual_axis_type.varying)
+    return aval.vma  # before jax 0.10
 
 
 def _explicit_spec(x: jax.Array) -> PartitionSpec | None:
@@ -76,11 +85,11 @@ def _reshard(x: jax.Array, like: jax.Array, *spec: Any) -> jax.Array:
     return jax.device_put(x, sharding)  # reshard of jax 0.7 takes no array of one device
 
 
-def _varying_over_all_axes(arrays: Any, more_axes: tuple[str, ...]) -> Any:
-    axes = {axis for x in jax.tree.leaves(arrays) for axis in _varying_axes(x)} | set(more_axes)
+def _varying_over_all_axes(arrays: Any, more_axes: Iterable[str]) -> Any:
+    axes = {axis for x in jax.tree.leaves(arrays) for axis in varying_axes(x)} | set(more_axes)
 
     def cast(x: jax.Array) -> jax.Array:
-        missing = tuple(axes - _varying_axes(x))
+        missing = tuple(axes - varying_axes(x))
         if not missing:
             return x
         if hasattr(jax.lax, "pcast"):
@@ -88,10 +97,3 @@ def _varying_over_all_axes(arrays: Any, more_axes: tuple[str, ...]) -> Any:
         return jax.lax.pvary(x, missing)  # before jax 0.8
 
     return jax.tree.map(cast, arrays)
-
-
-def _varying_axes(x: jax.Array) -> frozenset[str]:
-    aval = jax.typeof(x)
-    if hasattr(aval, "manual_axis_type"):
-        return frozenset(aval.manual_axis_type.varying)
-    return aval.vma  # before jax 0.10

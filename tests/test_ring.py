@@ -252,6 +252,31 @@ def test_eager_shard_map(options, platform, highest):
 
 
 @pytest.mark.exhaustive
+def test_a_sequence_over_two_axes_of_the_mesh(platform, highest):
+    mesh = mesh_of(2, 2, names=("hosts", "devices"))
+    *args, dout = inputs()
+    axes = ("hosts", "devices")
+    local = functools.partial(jax_flash.ring_attention, axis_name=axes, is_causal=True)
+    f = jax.shard_map(local, mesh=mesh, in_specs=P(None, axes), out_specs=P(None, axes))
+    (got, vjp), (want, whole_vjp) = (
+        jax.vjp(g, *args) for g in (f, functools.partial(jax_flash.flash_attention, is_causal=True))
+    )
+    assert_close((got, vjp(dout)), (want, whole_vjp(dout)))
+
+
+def test_an_axis_of_vmap(platform, highest):
+    *args, dout = inputs()
+    split = functools.partial(jnp.split, indices_or_sections=2, axis=1)
+    ring = functools.partial(jax_flash.ring_attention, axis_name="sequence", is_causal=True)
+    whole = functools.partial(jax_flash.flash_attention, is_causal=True)
+    shards = [jnp.stack(split(x)) for x in (*args, dout)]
+    out, vjp = jax.vjp(jax.vmap(ring, axis_name="sequence"), *shards[:3])
+    want, whole_vjp = jax.vjp(whole, *args)
+    want = jax.tree.map(lambda x: jnp.stack(split(x)), (want, whole_vjp(dout)))
+    assert_close((out, vjp(shards[3])), want)
+
+
+@pytest.mark.exhaustive
 def test_scan_checkpoint_and_vmap(platform, highest):
     mesh = mesh_of(2)
 
