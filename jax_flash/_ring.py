@@ -443,7 +443,7 @@ def _gradients(arrays: Arrays, options: AttentionOptions, ring: _Ring) -> Arrays
     """The gradients of a device's arrays. Each pair of chunks adds to them, with out and lse of the whole row."""
     dtype = arrays["lse"].dtype
     wanted = [name for name in DIFFERENTIABLE if name in arrays and name not in PART_OF_LSE]
-    total = {name: jnp.zeros(arrays[name].shape, dtype) for name in wanted}
+    total = {name: jnp.zeros_like(arrays[name], dtype) for name in wanted}
     of_lse = {name: jnp.zeros_like(arrays[name]) for name in PART_OF_LSE if name in arrays}
     for i in range(ring.num_chunks):
         device = lax.axis_index(ring.axis_name)
