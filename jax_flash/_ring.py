@@ -298,6 +298,10 @@ def _pairs(ring: _Ring, step: _Step):
         yield _Pair(device, sender, i, j, is_real)
 
 
+def _travelling(arrays: Arrays) -> Arrays:
+    return {name: arrays[name] for name in _TRAVELLING if name in arrays}
+
+
 def _axis(name: str, letter: str) -> int | None:
     """The axis of an array [B, ...], or None."""
     place = AXES[name].find(letter)
@@ -370,16 +374,17 @@ def _kernel(query, key, value, operands, options):
 def _attend(query, key, value, operands, options: AttentionOptions, ring: _Ring, attention):
     """The results of a device: `attention` of each pair of chunks, merged."""
     dtype = jnp.promote_types(query.dtype, jnp.float32)
-    out = jnp.zeros((*query.shape[:-1], value.shape[-1]), dtype)
-    lse = jnp.full(query.shape[:-1], -jnp.inf, dtype)
+    lse = jnp.full_like(lax.index_in_dim(query, 0, -1, keepdims=False), -jnp.inf, dtype)
+    out = jnp.broadcast_to(jnp.zeros_like(lse)[..., None], (*lse.shape, value.shape[-1]))
     arrays = dict(q=query, k=key, v=value) | operands
     sinks = arrays.pop("sinks", None)
     shift = 0
     for step in ring.steps:
-        arrays |= ring.move(
-            {name: arrays[name] for name in _TRAVELLING if name in arrays}, step.shift - shift
-        )
+        arrays |= ring.move(_travelling(arrays), step.shift - shift)
         shift = step.shift
+        # A step begins, and with it the next transfer, when the last one has ended. XLA would else be free to begin all
+        # transfers at once, and to keep the keys of all steps.
+        arrays, out, lse = lax.optimization_barrier((arrays, out, lse))
         for pair in _pairs(ring, step):
             part = _part(arrays, ring, pair, is_padded=_is_padded(step))
             own = {name: part.pop(name) for name in "qkv"}
@@ -451,20 +456,16 @@ def _gradients(arrays: Arrays, options: AttentionOptions, ring: _Ring) -> Arrays
         for name, x in _derivatives.gradients(part, list(of_lse), options).items():
             of_lse[name] += x
 
+    arrays = {name: x for name, x in arrays.items() if name not in PART_OF_LSE}
     shift = 0
-    travelling = {name: arrays[name] for name in _TRAVELLING if name in arrays}
     for step in ring.steps:
-        travelling = ring.move(travelling, step.shift - shift)
+        arrays |= ring.move(_travelling(arrays), step.shift - shift)
+        arrays, total = lax.optimization_barrier((arrays, total))  # as in the forward pass
         # The sums for the keys come from the device before while this one computes what it adds to them.
         total |= ring.move({name: total[name] for name in "kv"}, step.shift - shift)
         shift = step.shift
         for pair in _pairs(ring, step):
-            part = _part(
-                {name: x for name, x in (arrays | travelling).items() if name not in PART_OF_LSE},
-                ring,
-                pair,
-                is_padded=_is_padded(step),
-            )
+            part = _part(arrays, ring, pair, is_padded=_is_padded(step))
             for name, x in _derivatives.gradients(part, wanted, options).items():
                 starts = [0] * x.ndim
                 if (axis := _axis(name, "t")) is not None:
