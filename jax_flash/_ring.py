@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -152,37 +153,52 @@ def ring_attention(
     return call.results(out, lse, return_residual=return_residual)
 
 
-def to_zigzag(x: jax.Array, num_devices: int, axis: int = 1) -> jax.Array:
+def to_zigzag(x: ArrayLike, num_devices: int, axis: int = 1) -> jax.Array:
     """A whole sequence in the order of the layout "zigzag": sharded along `axis`, device d gets chunks d, 2 n - 1 - d.
 
     Args:
-      x: an array of the whole sequence: queries, keys, positions, segment ids.
+      x: an array of the whole sequence: queries, keys, positions, segment ids. On a mesh with explicit axes it must not
+        be sharded along `axis`.
       num_devices: n, the size of the mesh axis over which the sequence is sharded.
       axis: the axis of the sequence, of a length that is a multiple of 2 n.
 
     Raises:
-      ValueError: the length is not a multiple of 2 n.
+      TypeError: an argument has the wrong type.
+      ValueError: num_devices is below 1, x has no such axis, or its length is not a multiple of 2 n.
     """
-    return _take_chunks(x, _zigzag_order(num_devices), axis)
+    x, num_devices, axis = _check_sequence(x, num_devices, axis)
+    halves = _split(x, axis, 2, num_devices)
+    first, second = (lax.index_in_dim(halves, i, axis, keepdims=False) for i in range(2))
+    return jnp.stack([first, jnp.flip(second, axis)], axis + 1).reshape(x.shape)
 
 
-def from_zigzag(x: jax.Array, num_devices: int, axis: int = 1) -> jax.Array:
+def from_zigzag(x: ArrayLike, num_devices: int, axis: int = 1) -> jax.Array:
     """The inverse of :func:`to_zigzag`, with the same arguments."""
-    return _take_chunks(x, np.argsort(_zigzag_order(num_devices)), axis)
+    x, num_devices, axis = _check_sequence(x, num_devices, axis)
+    shards = _split(x, axis, num_devices, 2)
+    first, second = (lax.index_in_dim(shards, i, axis + 1, keepdims=False) for i in range(2))
+    return jnp.concatenate([first, jnp.flip(second, axis)], axis).reshape(x.shape)
 
 
-def _zigzag_order(num_devices: int) -> np.ndarray:
-    num_devices = static_int("num_devices", num_devices)
-    return np.array([_chunk_of(device, i, num_devices, 2) for device in range(num_devices) for i in range(2)])
+def _check_sequence(x: Any, num_devices: Any, axis: Any) -> tuple[jax.Array, int, int]:
+    """The arguments of `to_zigzag`, the axis counted from the front."""
+    x = _checks.as_array("x", x)
+    num_devices, axis = static_int("num_devices", num_devices), static_int("axis", axis)
+    if num_devices < 1:
+        raise ValueError(f"num_devices must be at least 1, got {num_devices}.")
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis must be an axis of x, which has {x.ndim}, got {axis}.")
+    if x.shape[axis] % (2 * num_devices):
+        raise ValueError(
+            f"x must have a length that is a multiple of 2 n = {2 * num_devices}, got {x.shape[axis]}."
+        )
+    return x, num_devices, axis % x.ndim
 
 
-def _take_chunks(x: jax.Array, order: np.ndarray, axis: int) -> jax.Array:
-    length = x.shape[axis]
-    if length % len(order):
-        raise ValueError(f"x must have a length that is a multiple of 2 n = {len(order)}, got {length}.")
-    axis %= x.ndim
-    chunks = x.reshape(*x.shape[:axis], len(order), length // len(order), *x.shape[axis + 1 :])
-    return jnp.take(chunks, order, axis).reshape(x.shape)
+def _split(x: jax.Array, axis: int, *numbers: int) -> jax.Array:
+    """The array with its axis as so many groups of so many chunks."""
+    length = x.shape[axis] // math.prod(numbers)
+    return x.reshape(*x.shape[:axis], *numbers, length, *x.shape[axis + 1 :])
 
 
 # ---- Which pairs of chunks meet when ----------------------------------------------------------------------

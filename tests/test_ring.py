@@ -9,7 +9,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import harness
@@ -20,7 +20,7 @@ import oracle
 import pytest
 import quick
 from cases import CASES, DTYPES, Case
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
@@ -231,10 +231,11 @@ def inputs(seed: int = 0, *, batch: int = 2, length: int = 32, heads: int = 2) -
     return tuple(jax.random.normal(key, (batch, length, heads, 8), jnp.float32) for key in keys)
 
 
-def on_the_ring(mesh: Mesh, **options: Any) -> Callable:
-    """ring_attention of whole arrays of a contiguous layout."""
+def on_the_ring(mesh: Mesh, axis_names: Collection[str] = (), **options: Any) -> Callable:
+    """ring_attention of whole arrays in the order of the layout; shard_map is over `axis_names`, or over all."""
     local = functools.partial(jax_flash.ring_attention, axis_name="sequence", **options)
-    return jax.shard_map(local, mesh=mesh, in_specs=P(None, "sequence"), out_specs=P(None, "sequence"))
+    rows = P(None, "sequence")
+    return jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows, axis_names=set(axis_names))
 
 
 def assert_close(got: Any, want: Any) -> None:
@@ -260,6 +261,34 @@ def test_a_mesh_that_also_shards_batch_and_heads(platform, highest):
         if run is f:
             got = results
     assert_close(got, results)
+
+
+@pytest.mark.parametrize(
+    "options",
+    quick.rows(
+        {"kernel": {}, "forward mode": dict(forward_mode=True), "xla": dict(implementation="xla")},
+        quick=("kernel",),
+    ),
+)
+def test_a_mesh_whose_other_axes_are_explicit(options, platform, highest):
+    mesh = mesh_of(2, 2, 2, names=("batch", "sequence", "heads"))
+    types = (AxisType.Explicit, AxisType.Auto, AxisType.Explicit)
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    args = inputs(batch=4, heads=4)
+
+    def results(attention, q, k, v, dout):
+        out, vjp = jax.vjp(attention, q, k, v)
+        return out, *vjp(dout)
+
+    ring = on_the_ring(mesh, axis_names={"sequence"}, layout="zigzag", is_causal=True, **options)
+    whole = functools.partial(jax_flash.flash_attention, is_causal=True)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, P("batch", None, "heads"))) for x in args]
+        placed = [jax_flash.to_zigzag(x, 2) for x in placed]
+        got = jax.jit(functools.partial(results, ring))(*placed)
+        assert jax.typeof(got[0]).sharding.spec[0] == "batch"
+        got = [jax_flash.from_zigzag(x, 2) for x in got]
+    assert_close(got, list(results(whole, *args)))
 
 
 @pytest.mark.parametrize(
@@ -472,8 +501,24 @@ def test_zigzag_gives_each_device_a_chunk_of_both_ends():
     x = jax.random.normal(jax.random.key(0), (3, 5, 24))
     for axis in (2, -1):
         np.testing.assert_array_equal(jax_flash.from_zigzag(jax_flash.to_zigzag(x, 3, axis), 3, axis), x)
-    with pytest.raises(ValueError, match=r"x must have a length that is a multiple of 2 n = 8, got 20\."):
-        jax_flash.to_zigzag(jnp.ones((1, 20)), 4)
+
+
+_BAD_ORDERS = {
+    "length": (np.ones((1, 20)), 4, 1, ValueError, "that is a multiple of 2 n = 8, got 20"),
+    "no device": (np.ones((1, 8)), 0, 1, ValueError, "num_devices must be at least 1, got 0"),
+    "no int": (np.ones((1, 8)), 2.0, 1, TypeError, "num_devices must be an int, got 2.0 of type float"),
+    "axis": (np.ones((1, 8)), 4, 2, ValueError, "axis must be an axis of x, which has 2, got 2"),
+    "list": ([[1.0] * 8], 4, 1, TypeError, "x must be a JAX or NumPy array, got a value of type list"),
+}
+
+
+@pytest.mark.parametrize(
+    ("x", "number", "axis", "error", "message"), _BAD_ORDERS.values(), ids=_BAD_ORDERS.keys()
+)
+def test_zigzag_refuses(x, number, axis, error, message):
+    for order in (jax_flash.to_zigzag, jax_flash.from_zigzag):
+        with pytest.raises(error, match=re.escape(message)):
+            order(x, number, axis)
 
 
 _BAD_CALLS = {
