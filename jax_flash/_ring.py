@@ -143,7 +143,9 @@ def ring_attention(
     )
     # JAX knows the axes. Where shard_map does not check them, a gradient would be summed over any that is named here.
     axes = _sharding.varying_axes(lax.axis_index(axis_name))
-    arrays = _sharding.with_matching_types(call.query, call.key, call.value, call.operands, more_axes=axes)
+    arrays = _sharding.with_matching_types(
+        call.query, call.key, call.value, _with_exact_sums(call.operands, call.query), more_axes=axes
+    )
     if implementation == "xla":
         out, lse = _attend(*arrays, call.options, ring, _reference.attention)
     elif forward_mode:
@@ -151,6 +153,14 @@ def ring_attention(
     else:
         out, lse = _with_reverse_mode(*arrays, call.options, ring)
     return call.results(out, lse, return_residual=return_residual)
+
+
+def _with_exact_sums(operands: Arrays, query: jax.Array) -> Arrays:
+    """Operands whose gradients are summed over pairs of chunks and over devices in float32, and rounded once."""
+    bias = operands.get("bias")
+    if bias is None or 1 not in bias.shape[2:]:
+        return operands
+    return operands | {"bias": bias.astype(jnp.promote_types(query.dtype, jnp.float32))}
 
 
 def to_zigzag(x: ArrayLike, num_devices: int, axis: int = 1) -> jax.Array:

@@ -43,12 +43,14 @@ _DIFFERENTIABLE = ("bias", "alibi", "sinks")
 
 def exact(case: Case, dtype: str, naive: str | None = None) -> oracle.Result:
     """The exact result of a row with inputs in `dtype`, or with `naive` the result in that arithmetic."""
-    return _exact(case, dtype, naive)[0]
+    return exact_with_operands(case, dtype, naive)[0]
 
 
 @functools.cache
-def _exact(case: Case, dtype: str, naive: str | None) -> tuple[oracle.Result, dict[str, np.ndarray]]:
-    """The result, and the gradients of the row's operands by name."""
+def exact_with_operands(
+    case: Case, dtype: str, naive: str | None
+) -> tuple[oracle.Result, dict[str, np.ndarray]]:
+    """Like `exact`, with the gradients of the row's operands by name."""
     options = case.static | case.operands(DTYPES[dtype])
     if "dropout_seed" in options:
         options["keep"] = kept(case, int(options.pop("dropout_seed")))
@@ -168,9 +170,9 @@ def check_operands(got: dict[str, np.ndarray], case: Case, dtype: str, kind: str
         assert (x.dtype, x.shape) == (like.dtype, like.shape)
         # The sum is rounded to the operand's dtype, which may be less exact.
         rule = max(kind, like.dtype.name, key=RULES.index)
-        want, naive = _exact(case, dtype, None)[1][name], None
+        want, naive = exact_with_operands(case, dtype, None)[1][name], None
         if rule in ("bfloat16", "float16", "tfloat32"):
-            naive = _exact(case, dtype, rule)[1][name]
+            naive = exact_with_operands(case, dtype, rule)[1][name]
         pairs = case.batch * case.num_heads * case.seqlen_q * case.seqlen_kv
         assert_close(
             rows(x),

@@ -19,7 +19,7 @@ import numpy as np
 import oracle
 import pytest
 import quick
-from cases import CASES, DTYPES, Case
+from cases import CASES, DTYPES, Bias, Case
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -152,6 +152,20 @@ def test_one_device_has_the_whole(layout, platform):
     got, gradients = run(case, "float32", mesh_of(1), layout, precision="highest")
     harness.check(got, case, "float32", "float32")
     harness.check_operands(gradients, case, "float32", "float32")
+
+
+@pytest.mark.parametrize(("layout", "axes"), quick.in_turn(LAYOUTS, ("T1", "S"), quick=("zigzag",)))
+def test_the_gradient_of_a_bias_is_rounded_once(layout, axes, platform):
+    case = Case("bias", batch=1, seqlen_q=256, seqlen_kv=256, head_dim=32, options=(("bias", Bias(axes)),))
+    _, exact = harness.exact_with_operands(case, "bfloat16", None)
+    ring, whole = (
+        np.sqrt(np.mean(np.square(gradients["bias"].astype(np.float64) - exact["bias"])))
+        for _, gradients in (
+            run(case, "bfloat16", mesh_of(8), layout),
+            harness.run_with_operands(case, "bfloat16"),
+        )
+    )
+    assert ring < 1.3 * whole  # as exact as on one device
 
 
 # ---- What travels -----------------------------------------------------------------------------------------------
