@@ -93,14 +93,14 @@ def ring_attention(
 
     Raises:
       TypeError: as `flash_attention`.
-      ValueError: as `flash_attention`; or layout is unknown; or a shard cannot be halved, or with dropout is not a
-        multiple of 16, or of 32 with "zigzag".
-      NotImplementedError: as `flash_attention`; second derivatives without `forward_mode`.
+      ValueError: as `flash_attention`; or axis_name is no axis here; or layout is unknown; or a shard cannot be halved,
+        or with dropout is not a multiple of 16, or of 32 with "zigzag".
+      NotImplementedError: as `flash_attention`; second derivatives by the kernels without `forward_mode`.
     """
     _checks.check_implementation(implementation)
     forward_mode = static_bool("forward_mode", forward_mode)
     return_residual = static_bool("return_residual", return_residual)
-    num_devices = lax.axis_size(axis_name)
+    num_devices = _axis_size(axis_name)
     call = _attention.normal_form(
         query,
         key,
@@ -153,6 +153,18 @@ def ring_attention(
     else:
         out, lse = _with_reverse_mode(*arrays, call.options, ring)
     return call.results(out, lse, return_residual=return_residual)
+
+
+def _axis_size(axis_name: Any) -> int:
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"axis_name must be a str or a tuple of them, got {describe(axis_name)}.")
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"axis_name must be a mesh axis of the surrounding shard_map, got {axis_name!r}."
+        ) from None
 
 
 def _with_exact_sums(operands: Arrays, query: jax.Array) -> Arrays:
@@ -506,5 +518,6 @@ def _gradients(arrays: Arrays, options: AttentionOptions, ring: _Ring) -> Arrays
 @_gradients.defjvp
 def _refuse_second_derivative(options, ring, primals, tangents):
     raise NotImplementedError(
-        "ring_attention has second derivatives with forward_mode=True only, which keeps the keys of all steps."
+        "ring_attention has second derivatives with forward_mode=True, which keeps the keys of all steps, or with "
+        'implementation="xla".'
     )

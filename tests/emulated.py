@@ -136,11 +136,13 @@ def _compile(files: dict[str, str], folder: pathlib.Path) -> pathlib.Path:
 
 def install() -> None:
     """Lets programs that this process compiles for the CPU call these kernels from now on."""
+    capability = os.environ["JAX_FLASH_EMULATE"]
+    if capability not in ("80", "90"):
+        raise ValueError(f"JAX_FLASH_EMULATE must be 80 or 90, got {capability!r}.")
     for name in PASSES:
         handler = jax.ffi.pycapsule(getattr(library(), f"{name}_emulated"))
         jax.ffi.register_ffi_target(f"jax_flash_{name}_emulated", handler, platform="cpu")
     kernels = [" ".join(map(str, row)) for row in listed_kernels()]
-    capability = os.environ["JAX_FLASH_EMULATE"]
     gpu = types.SimpleNamespace(device_kind="emulated", compute_capability=f"{capability[0]}.{capability[1]}")
     _ffi.local_gpus = lambda: [gpu]
     build_info = _ffi.build_info
