@@ -131,6 +131,8 @@ def ring_attention(
                 f"{name} must have a length on each device that is a multiple of {unit} with layout {layout!r}"
                 f"{dropout}, got {x.shape[1]}."
             )
+    if not _depends_on_positions(call.operands, call.options):
+        num_chunks = 1  # the keys of a shard may be in any order
     query_offset = 0 if query_offset is None else query_offset
     ring = _Ring.of(
         axis_name,
@@ -165,6 +167,12 @@ def _axis_size(axis_name: Any) -> int:
         raise ValueError(
             f"axis_name must be a mesh axis of the surrounding shard_map, got {axis_name!r}."
         ) from None
+
+
+def _depends_on_positions(operands: Arrays, options: AttentionOptions) -> bool:
+    names = ("query_seq_lengths", "key_value_seq_lengths", "alibi_slopes", "dropout_seeds")
+    has_limits = options.is_causal or options.window_left >= 0 or options.window_right >= 0
+    return has_limits or any(name in operands for name in names)
 
 
 def _with_exact_sums(operands: Arrays, query: jax.Array) -> Arrays:
@@ -326,14 +334,16 @@ class _Pair(NamedTuple):
     i: Any
     j: Any
     is_real: Any
+    is_aligned: bool = False  # are they the same part of the sequence, on every device?
 
 
 def _pairs(ring: _Ring, step: _Step):
     device = lax.axis_index(ring.axis_name)
     sender = (device - step.shift) % ring.num_devices
-    for slot in range(step.num_slots):
-        i, j, is_real = jnp.asarray(step.slot(slot))[device]
-        yield _Pair(device, sender, i, j, is_real)
+    for slot in map(step.slot, range(step.num_slots)):
+        i, j, is_real = jnp.asarray(slot)[device]
+        is_own = step.shift == 0 and ring.q_length == ring.kv_length
+        yield _Pair(device, sender, i, j, is_real, is_aligned=is_own and all(slot[:, 0] == slot[:, 1]))
 
 
 def _travelling(arrays: Arrays) -> Arrays:
@@ -383,7 +393,8 @@ def _part(arrays: Arrays, ring: _Ring, pair: _Pair, is_padded: bool) -> Arrays:
     column = ring.chunk(pair.sender, pair.j) * ring.kv_length
     part = {name: _columns(name, _rows(name, x, ring, pair.i), ring, pair) for name, x in arrays.items()}
     batch = arrays["q"].shape[:1]
-    part["query_offset"] = _add(arrays.get("query_offset", jnp.zeros(batch, jnp.int32)), row - column)
+    if "query_offset" in arrays or not pair.is_aligned:  # kernels are faster where they know that it is 0
+        part["query_offset"] = _add(arrays.get("query_offset", jnp.zeros(batch, jnp.int32)), row - column)
     if "query_seq_lengths" in arrays:
         part["query_seq_lengths"] = jnp.maximum(arrays["query_seq_lengths"], 0) - row
     whole = ring.num_devices * ring.num_chunks * ring.kv_length

@@ -219,6 +219,28 @@ def test_steps_that_are_skipped_had_nothing_to_add(options, layout, platform):
         np.testing.assert_allclose(order(np.asarray(got), inverse=True), exact, rtol=1e-4, atol=1e-5)
 
 
+# Options, and of each call of a kernel on two devices whether an offset is among its operands.
+_CALLS = {
+    "contiguous, causal": (dict(layout="contiguous", is_causal=True), (False, True)),
+    "zigzag, causal": (dict(layout="zigzag", is_causal=True), (False, True, False, True, True)),
+    "an offset": (dict(layout="contiguous", is_causal=True, query_offset=1), (True, True)),
+    "an array": (dict(layout="contiguous", is_causal=True, query_offset=np.int32([0, 0])), (True, True)),
+    "zigzag, full": (dict(layout="zigzag"), (False, True)),
+    "zigzag, lengths": (
+        dict(layout="zigzag", query_seq_lengths=np.int32([9, 9])),
+        (False, True, True, False, True, True, True, True),
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "offsets"), _CALLS.values(), ids=_CALLS.keys())
+def test_calls_of_kernels(options, offsets):
+    """One for each pair of chunks, or for each step where positions do not matter."""
+    text = str(jax.make_jaxpr(on_the_ring(mesh_of(2), **options))(*inputs()[:3]))
+    names = re.findall(r"names=\(([^)]*)\)", text)
+    assert tuple("query_offset" in x for x in names) == offsets
+
+
 @pytest.mark.parametrize(
     ("layout", "is_causal"), quick.in_turn(LAYOUTS, (False, True), quick=("contiguous",))
 )
