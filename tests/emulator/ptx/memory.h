@@ -1,4 +1,4 @@
-// cuda/ptx/memory.h for the host, as far as the portable kernels use it.
+// cuda/ptx/memory.h for the host.
 #pragma once
 
 #include <array>
