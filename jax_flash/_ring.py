@@ -196,15 +196,24 @@ def to_zigzag(x: ArrayLike, num_devices: int, axis: int = 1) -> jax.Array:
       TypeError: an argument has the wrong type.
       ValueError: num_devices is below 1, x has no such axis, or its length is not a multiple of 2 n.
     """
-    x, num_devices, axis = _check_sequence(x, num_devices, axis)
+    return _to_zigzag(*_check_sequence(x, num_devices, axis))
+
+
+def from_zigzag(x: ArrayLike, num_devices: int, axis: int = 1) -> jax.Array:
+    """The inverse of :func:`to_zigzag`, with the same arguments."""
+    return _from_zigzag(*_check_sequence(x, num_devices, axis))
+
+
+# Without a gather: slices and concatenations keep the sharding of other axes.
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _to_zigzag(x: jax.Array, num_devices: int, axis: int) -> jax.Array:
     halves = _split(x, axis, 2, num_devices)
     first, second = (lax.index_in_dim(halves, i, axis, keepdims=False) for i in range(2))
     return jnp.stack([first, jnp.flip(second, axis)], axis + 1).reshape(x.shape)
 
 
-def from_zigzag(x: ArrayLike, num_devices: int, axis: int = 1) -> jax.Array:
-    """The inverse of :func:`to_zigzag`, with the same arguments."""
-    x, num_devices, axis = _check_sequence(x, num_devices, axis)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _from_zigzag(x: jax.Array, num_devices: int, axis: int) -> jax.Array:
     shards = _split(x, axis, num_devices, 2)
     first, second = (lax.index_in_dim(shards, i, axis + 1, keepdims=False) for i in range(2))
     return jnp.concatenate([first, jnp.flip(second, axis)], axis).reshape(x.shape)

@@ -5,6 +5,7 @@ import functools
 import inspect
 import itertools
 import math
+import random
 import re
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import numpy as np
 import oracle
 import pytest
 import quick
-from cases import CASES, DTYPES, Bias, Case
+from cases import CASES, DTYPES, Bias, Case, Mask, Segments
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -51,11 +52,16 @@ def in_order(layout: str, num_devices: int, name: str, x: Any, inverse: bool = F
     """An argument of the whole sequence in the order of the layout, or back."""
     if isinstance(x, tuple):
         return tuple(in_order(layout, num_devices, name, part, inverse) for part in x)
-    order = jax_flash.from_zigzag if inverse else jax_flash.to_zigzag
     for axis in sequence_axes(name) if layout == "zigzag" else ():
         if x.ndim >= -axis and x.shape[axis] != 1:
-            x = np.asarray(order(x, num_devices, axis))
+            x = np.take(x, zigzag(x.shape[axis], num_devices, inverse), axis)
     return x
+
+
+@functools.cache
+def zigzag(length: int, num_devices: int, inverse: bool) -> np.ndarray:
+    order = jax_flash.from_zigzag if inverse else jax_flash.to_zigzag
+    return np.asarray(order(np.arange(length, dtype=np.int32), num_devices, 0))
 
 
 def sequence_axes(name: str) -> tuple[int, ...]:
@@ -75,7 +81,9 @@ def spec_of(name: str, x: Any) -> Any:
     )
 
 
-def ring_call(mesh: Mesh, layout: str, operands: dict[str, Any], **static: Any) -> Callable:
+def ring_call(
+    mesh: Mesh, layout: str, operands: dict[str, Any], check_vma: bool = True, **static: Any
+) -> Callable:
     """ring_attention of whole arrays in the order of the layout: out and lse."""
 
     def local(q, k, v, operands):
@@ -90,7 +98,8 @@ def ring_call(mesh: Mesh, layout: str, operands: dict[str, Any], **static: Any) 
 
     rows = P(None, "sequence")
     specs = {name: spec_of(name, x) for name, x in operands.items()}
-    return jax.shard_map(local, mesh=mesh, in_specs=(rows, rows, rows, specs), out_specs=(rows, rows))
+    in_specs = (rows, rows, rows, specs)
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(rows, rows), check_vma=check_vma)
 
 
 def run(case: Case, dtype: str, mesh: Mesh, layout: str, **more: Any):
@@ -110,6 +119,8 @@ def run(case: Case, dtype: str, mesh: Mesh, layout: str, **more: Any):
         names = ("q", "k", "v", "out", "lse")
         args = [order(name, x) for name, x in zip(names, inputs, strict=True)]
         operands = {name: order(name, x) for name, x in case.operands(DTYPES[dtype]).items()}
+        if isinstance(dict(case.options).get("query_offset"), int):
+            more["query_offset"] = int(operands.pop("query_offset"))  # known when the steps are planned
         results, (*gradients, of_operands) = forward_and_backward(*args, operands)
         back = functools.partial(order, inverse=True)
         results = [
@@ -153,6 +164,59 @@ def test_one_device_has_the_whole(layout, platform):
     got, gradients = run(case, "float32", mesh_of(1), layout, precision="highest")
     harness.check(got, case, "float32", "float32")
     harness.check_operands(gradients, case, "float32", "float32")
+
+
+def random_case(seed: int) -> tuple[Case, int, str, dict[str, Any]]:
+    """Sizes and options, the number of devices, the layout, and options that do not change the exact result."""
+    rng = random.Random(seed)
+    number, layout = rng.choice((2, 2, 3, 3, 4, 8)), rng.choice(LAYOUTS)
+    batch = rng.choice((1, 2))
+    num_heads, num_kv_heads = rng.choice(((1, 1), (2, 2), (4, 2), (3, 1)))
+    unit = number * (2 if layout == "zigzag" else 1)
+    has_dropout = rng.random() < 0.2
+    lengths = [rng.randrange(1, 2 if has_dropout else 6) for _ in "TS"]
+    t, s = (unit * (16 if has_dropout else 1) * length for length in rng.choice((lengths, lengths[:1] * 2)))
+
+    def numbers(low, high, size):
+        return tuple(rng.randrange(low, high) for _ in range(size))
+
+    def axes():
+        return "".join(rng.choice((axis, "1")) for axis in "BNTS")
+
+    slopes = tuple(rng.uniform(-0.1, 0.5) for _ in range(num_heads))
+    window = tuple(rng.choice((None, 0, rng.randrange(s))) for _ in range(2))
+    may_have = dict(
+        is_causal=(0.5, True),
+        local_window_size=(0.4, rng.choice((window, rng.randrange(s)))),
+        logits_soft_cap=(0.2, 2.0),
+        scale=(0.2, rng.choice((0.5, 0.0, -0.3))),
+        query_offset=(0.2, numbers(-t, s, batch)),
+        query_seq_lengths=(0.3, numbers(-1, t + 2, batch)),
+        key_value_seq_lengths=(0.3, numbers(-1, s + 2, batch)),
+        segment_ids=(0.25, Segments((0, 1, 2), is_sorted=rng.random() < 0.5, pair=rng.random() < 0.5)),
+        mask=(0.25, Mask(axes(), visible=0.7)),
+        sinks=(0.3, slopes),
+    )
+    options = {name: x for name, (chance, x) in may_have.items() if rng.random() < chance}
+    options |= rng.choice(({}, {"bias": Bias(axes())}, {"alibi": slopes}))
+    if has_dropout:
+        options |= dict(dropout_rate=0.3, dropout_seed=seed)
+    if "query_offset" not in options and rng.random() < 0.4:
+        options["query_offset"] = rng.randrange(-t, s)  # a Python int
+    h, hv = rng.choice(((8, 8), (4, 12), (16, 8)))
+    case = Case(f"random {seed}", batch, t, s, num_heads, num_kv_heads, h, hv, tuple(options.items()))
+    how = rng.choices(({}, dict(forward_mode=True), dict(implementation="xla")), (6, 3, 1))[0]
+    return case, number, layout, how | dict(check_vma=rng.random() < 0.5)
+
+
+@pytest.mark.parametrize("seed", quick.rows(range(100), quick=range(5)))
+def test_random_case(seed, platform):
+    case, number, layout, more = random_case(seed)
+    print(case.options, number, layout, more, sep="\n")  # pytest shows it if the test fails
+    dtype, precision, rule = harness.KINDS[platform][_MOST_EXACT]
+    got, gradients = run(case, dtype, mesh_of(number), layout, precision=precision, **more)
+    harness.check(got, case, dtype, rule, is_merged=True)
+    harness.check_operands(gradients, case, dtype, rule)
 
 
 @pytest.mark.parametrize(("layout", "axes"), quick.in_turn(LAYOUTS, ("T1", "S"), quick=("zigzag",)))
