@@ -169,7 +169,7 @@ def test_one_device_has_the_whole(layout, platform):
 def random_case(seed: int) -> tuple[Case, int, str, dict[str, Any]]:
     """Sizes and options, the number of devices, the layout, and options that do not change the exact result."""
     rng = random.Random(seed)
-    number, layout = rng.choice((2, 2, 3, 3, 4, 8)), rng.choice(LAYOUTS)
+    number, layout = rng.choice((2, 2, 2, 3, 3, 4, 8)), rng.choice(LAYOUTS)
     batch = rng.choice((1, 2))
     num_heads, num_kv_heads = rng.choice(((1, 1), (2, 2), (4, 2), (3, 1)))
     unit = number * (2 if layout == "zigzag" else 1)
@@ -205,11 +205,12 @@ def random_case(seed: int) -> tuple[Case, int, str, dict[str, Any]]:
         options["query_offset"] = rng.randrange(-t, s)  # a Python int
     h, hv = rng.choice(((8, 8), (4, 12), (16, 8)))
     case = Case(f"random {seed}", batch, t, s, num_heads, num_kv_heads, h, hv, tuple(options.items()))
-    how = rng.choices(({}, dict(forward_mode=True), dict(implementation="xla")), (6, 3, 1))[0]
+    plain = {} if has_dropout else dict(implementation="xla")  # dropout in plain XLA compiles for seconds
+    how = rng.choice((*[{}] * 6, dict(forward_mode=True), plain))
     return case, number, layout, how | dict(check_vma=rng.random() < 0.5)
 
 
-@pytest.mark.parametrize("seed", quick.rows(range(100), quick=range(5)))
+@pytest.mark.parametrize("seed", quick.rows(range(60), quick=range(5)))
 def test_random_case(seed, platform):
     case, number, layout, more = random_case(seed)
     print(case.options, number, layout, more, sep="\n")  # pytest shows it if the test fails
