@@ -45,30 +45,13 @@ __device__ __forceinline__ float sum_lanes(float value) {
   return value;
 }
 
-// The sum of a[i] * b[i] over a row, by one warp.
-template <class Element>
-__device__ __forceinline__ float dot(const Element* a, const Element* b, int length, int lane) {
-  using V = Vector<Element, 8>;
-  float sum = 0;
-  if (length % V::kCount == 0) {  // rows start at multiples of their length
-    for (int i = lane; i < length / V::kCount; i += 32) {
-      sum = reinterpret_cast<const V*>(a)[i].dot(reinterpret_cast<const V*>(b)[i], sum);
-    }
-  } else {
-    for (int i = lane; i < length; i += 32) {
-      sum = fmaf(static_cast<float>(a[i]), static_cast<float>(b[i]), sum);
-    }
-  }
-  return sum_lanes<32>(sum);
-}
-
 inline constexpr int kDeltaThreads = 256, kDeltaRows = 64;  // of a block
 static_assert(kStatsRows % kDeltaRows == 0);
 
 // delta [B, N, length] = rowsum(dout * out) - dlse and lse_log2 [B, N, length] = lse * log2(e), kDeltaRows
-// rows of a head per block. Also clears the counter of tiles and `count` floats at `to_clear`, `share` of
-// them per block. A fully masked row, or one beyond the end, gets delta = 0 and lse_log2 = +inf: its
-// probabilities become 0.
+// rows of a head per block. Also clears the counter of tiles and `count` floats at `to_clear`, which is
+// aligned to 16 bytes: `share` of them, a multiple of 4, per block. A row whose lse is -inf, or one beyond
+// the end, gets delta = 0 and lse_log2 = +inf: its probabilities become 0.
 //
 // kLanes lanes share a row, which is a whole number of vectors of kBytes.
 template <class Element, int kLanes, int kBytes>
@@ -80,8 +63,8 @@ __global__ void __launch_bounds__(kDeltaThreads) delta_kernel(const __grid_const
   static_assert(kRowsOfGroup % kInFlight == 0);
   const int length = static_cast<int>(stats_length(params.seqlen_q));
   const int num_heads = static_cast<int>(params.num_heads);
-  // Heads differ first, as in out and dout. The last rows come first: those with which the backward kernels
-  // begin are then in L2.
+  // Neighboring blocks take neighboring heads of the same rows, which lie side by side in out and dout. The
+  // last rows come first: those with which the backward kernels begin are then in L2.
   const unsigned index = gridDim.x - 1 - blockIdx.x, rows = index / num_heads;
   const int head = static_cast<int>(index - rows * num_heads);
   const int batch = static_cast<int>(rows / (length / kDeltaRows));

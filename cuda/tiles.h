@@ -233,7 +233,7 @@ struct TangentTile {
 // tout takes head_dim / 2 of a thread's 240 registers (2 consumers) or 160 (3), scores and ts block_n, and as
 // operands half as much again.
 constexpr TangentTile tangent_tile(int head_dim) {
-  if (head_dim <= 64) return {3, 64, 3};  // 144 KB; two consumers with 96 or 112 keys: 7 % slower
+  if (head_dim <= 64) return {3, 64, 3};  // 144 KB; two consumers, 96 or 112 keys: 8 % slower
   return {2, 64, 2};                      // 192 KB
 }
 

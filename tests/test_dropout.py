@@ -129,6 +129,19 @@ def test_kernels_keep_what_they_should(sizes, dtype, rate, platform):
         np.testing.assert_allclose(got, want, rtol=2.0**-7 if dtype == "bfloat16" else 2.0**-10)
 
 
+@pytest.mark.parametrize(
+    "sizes", quick.rows([(77, 50, 24), (129, 131, 64), (70, 90, 128), (60, 70, 256)], quick=[(77, 50, 24)])
+)
+@pytest.mark.parametrize("dtype", quick.rows(["bfloat16", "float32"], quick=["float32"]))
+def test_kernels_keep_of_a_part_what_the_whole_does(sizes, dtype, platform, monkeypatch):
+    t, s, head_dim = sizes
+    make_seeds, part = _dropout.make_seeds, (jnp.int32(32), jnp.int32(48))
+    keep = oracle.keep(make_seeds(KEY, 2, 2), 0.5, 32 + t, 48 + s)[..., 32:, 48:]
+    monkeypatch.setattr(_dropout, "make_seeds", lambda *args: _dropout.of_part(make_seeds(*args), *part))
+    for got in probe(2, t, s, 2, head_dim, DTYPES[dtype], 0.5, KEY):
+        np.testing.assert_array_equal(got != 0, keep)
+
+
 @pytest.mark.parametrize("rate", quick.rows([0.1, 0.5], quick=[0.5]))
 def test_the_reference_keeps_what_it_should(rate):
     keep = keep_of(KEY, rate, 2, 2, 77, 50)

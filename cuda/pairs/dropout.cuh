@@ -18,12 +18,12 @@ __device__ __forceinline__ PairBits<kNTiles> kept_bits(const Pairs& pairs, int r
   const Dropout dropout{
       {__ldg(seeds), __ldg(seeds + 1)}, __ldg(seeds + 2), 0, 0, pairs.options.drop_threshold};
   PairBits<kNTiles> result{0};
-  // The first row and column of the call are added once: in `dropout` they would take two registers.
-  const int row = row0 + accumulator_row(0, 0) + __ldg(seeds + (Pairs::kTransposed ? 4 : 3));
-  column0 += __ldg(seeds + (Pairs::kTransposed ? 3 : 4));
+  // The first row and column of the call are added here: in `dropout` they would take two registers.
+  const uint32_t row = row0 + accumulator_row(0, 0) + __ldg(seeds + (Pairs::kTransposed ? 4 : 3));
+  const uint32_t first_column = column0 + __ldg(seeds + (Pairs::kTransposed ? 3 : 4));
 #pragma unroll
   for (int nt = 0; nt < kNTiles; nt += 2) {
-    const int column = column0 + accumulator_column(nt, 0);
+    const uint32_t column = first_column + accumulator_column(nt, 0);
     if constexpr (Pairs::kTransposed) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {

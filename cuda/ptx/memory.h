@@ -9,6 +9,10 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// From here on the compiler does not know how the value came about: it cannot split an address that depends
+// on it into one for each use, nor compute it far ahead.
+__device__ __forceinline__ void make_opaque(uint32_t& value) { asm volatile("" : "+r"(value)); }
+
 // Copies kBytes to shared memory asynchronously. If `valid` is false, writes zeros and reads nothing.
 // cp.async bypasses L1 (.cg) only at 16 bytes. Both addresses are aligned to kBytes.
 template <int kBytes>

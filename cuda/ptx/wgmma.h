@@ -44,8 +44,6 @@ __device__ __forceinline__ void keep_in_place(uint32_t (&r)[kTiles][4]) {
   }
 }
 
-__device__ __forceinline__ void keep_in_place(uint32_t& r) { asm volatile("" : "+r"(r)); }
-
 // Describes a tile in shared memory whose rows are 128 bytes long and swizzled as by the copy engine: 16-byte
 // chunk c of row r lies at chunk c ^ (r % 8). A wider tile is several of these side by side, `pitch` bytes
 // apart. `address` is aligned to 1024 bytes; to reach later rows and columns of a tile, add bytes / 16 to the

@@ -48,6 +48,23 @@ struct BackwardTangentArguments {
 
 // ---- tdelta and tlse of each row ----
 
+// The sum of a[i] * b[i] over a row, by one warp.
+template <class Element>
+__device__ __forceinline__ float dot(const Element* a, const Element* b, int length, int lane) {
+  using V = Vector<Element, 8>;
+  float sum = 0;
+  if (length % V::kCount == 0) {  // rows start at multiples of their length
+    for (int i = lane; i < length / V::kCount; i += 32) {
+      sum = reinterpret_cast<const V*>(a)[i].dot(reinterpret_cast<const V*>(b)[i], sum);
+    }
+  } else {
+    for (int i = lane; i < length; i += 32) {
+      sum = fmaf(static_cast<float>(a[i]), static_cast<float>(b[i]), sum);
+    }
+  }
+  return sum_lanes<32>(sum);
+}
+
 // row_tangents [2, D, B, N, length] = tlse and rowsum(dout tout + tdout out) - tdlse, one row per warp; 0 for
 // a fully masked row and for one beyond the end.
 template <class Element>

@@ -40,7 +40,7 @@
 //                TMA                            queries
 //   q empty      with dq 2: a thread of each    block of         warps 0, 2  the same, until dk += ds^T q is
 //                consumer, after bar 1; else    queries                      done and all consumer threads
-//                have 256: each consumer thread                                   read lse and delta
+//                256: each consumer thread                                   have read lse and delta
 //   dout full    1: warp 1, with TMA            block of         consumers   dout
 //                                               queries
 //   dout empty   2: a thread of each consumer   block of         warp 1      the same, until dv += p^T dout
@@ -167,8 +167,13 @@ struct BackwardConfig {
   static constexpr int kBlockM = kTile.block_m, kStages = kTile.stages, kKvStages = kTile.kv_stages;
   static constexpr bool kByKeys = kHeadDim <= 128;  // does a consumer own 64 keys, or half of the columns?
   static constexpr int kBlockN = kByKeys ? 128 : 64;
-  static constexpr bool kMeetsAtBlocks =
-      kWithDq || !kByKeys;  // do the consumers meet at bar 1 in each block?
+  // Does one thread of each consumer release the statistics for all, after bar 1? racecheck does not follow
+  // that and is given a build in which every thread does so for itself.
+#ifdef JAX_FLASH_ALL_ARRIVE
+  static constexpr bool kReleasesTogether = false;
+#else
+  static constexpr bool kReleasesTogether = kWithDq;
+#endif
   using Queries = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/false, kBlockN, kBlockM>;
   static constexpr int kQueries = kByKeys ? kBlockM : kBlockM / 2;    // of a consumer's scores
   static constexpr int kColumns = kByKeys ? kHeadDim : kHeadDim / 2;  // of a consumer's dk and dv
@@ -437,8 +442,8 @@ struct BackwardConsumer {
   using Scores = float[1][kQueries / 8][4];  // [64 keys, kQueries]
   using Operand = uint32_t[kSteps][4];       // the same in 16 bits
   static constexpr int kTiles = kQueries / 8;
-  // Tiles of scores whose statistics are read early, and whose exponentials are computed before ds is there.
-  // Half of those of 128 queries, all of 64 queries: measured to be fastest.
+  // Tiles of scores whose statistics are read early, and whose exponentials are computed before dout v^T is
+  // there: half of those of 128 queries, all of 64, as measured to be fastest.
   static constexpr int kEarlyTiles = std::min(kTiles, 8);
   using RowStats = float[kTiles][2];               // lse or delta of a lane's queries
   using Sum = float[1][Config::kColumns / 8][4];   // [64 keys, kColumns]
@@ -516,7 +521,7 @@ struct BackwardConsumer {
     issue_scores(scores, uniform(shared.sK(kv_ring.stage, key_row())),
                  uniform(sQ + query_row() * kChunkRowBytes));
     RowStats lse_log2;
-    if constexpr (!Config::kPolicy.is_general()) load_stats<0, kEarlyTiles>(lse_log2, shared.sLse(stage));
+    if constexpr (!Config::kPolicy.is_general()) read_stats<0, kEarlyTiles>(lse_log2, shared.sLse(stage));
     dout.wait_full();
     issue_scores(ds, uniform(shared.sV(kv_ring.stage, key_row())),
                  uniform(sDout + query_row() * kChunkRowBytes));
@@ -558,12 +563,10 @@ struct BackwardConsumer {
     }
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(dk[0]);
-    // Each thread has read lse and delta by ordinary loads. At bar 1 all had; without dq each arrives for
-    // itself.
-    if constexpr (Config::kWithDq) {
+    if constexpr (Config::kReleasesTogether) {
       q.release_by_warpgroup();
     } else {
-      q.release();
+      q.release();  // each thread has read lse and delta by ordinary loads
     }
     q_ring.advance();
     ds_stage ^= 1;
@@ -587,26 +590,26 @@ struct BackwardConsumer {
                                         Operand& ds_operand) {
     ptx::wgmma_wait<1>();
     ptx::keep_in_place(scores[0]);
-    load_stats<kEarlyTiles, kTiles>(lse_log2, shared.sLse(q_ring.stage));
+    read_stats<kEarlyTiles, kTiles>(lse_log2, shared.sLse(q_ring.stage));
     RowStats delta;
-    load_stats<0, kEarlyTiles>(delta, shared.sDelta(q_ring.stage));
+    read_stats<0, kEarlyTiles>(delta, shared.sDelta(q_ring.stage));
 #pragma unroll
     for (int nt = 0; nt < kTiles; ++nt) {
-      make_logits(scores[0][nt], lse_log2[nt]);
+      make_log2_p(scores[0][nt], lse_log2[nt]);
       if (nt < kEarlyTiles) exponentiate(scores[0][nt]);
     }
     if (!is_whole) {
 #pragma unroll
       for (int nt = 0; nt < kTiles; ++nt) {
-        hide(work, scores[0][nt], nt, m_start, nt < kEarlyTiles ? 0 : -INFINITY);
+        hide(work, scores[0][nt], nt, m_start, nt < kEarlyTiles ? 0 : -INFINITY);  // of p, or of log2(p)
       }
     }
     make_room_for_ds();
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(ds[0]);
-    load_stats<kEarlyTiles, kTiles>(delta, shared.sDelta(q_ring.stage));
+    read_stats<kEarlyTiles, kTiles>(delta, shared.sDelta(q_ring.stage));
     uint32_t to = ds_row();
-    ptx::keep_in_place(to);
+    ptx::make_opaque(to);
 #pragma unroll
     for (int nt = 0; nt < kTiles; ++nt) {
       if (nt >= kEarlyTiles) exponentiate(scores[0][nt]);
@@ -653,8 +656,8 @@ struct BackwardConsumer {
       for (int i = 0; i < 4; ++i) {
         slope[i] = arguments.logit.transform == LogitScale::kSoftCap ? soft_cap_slope(tile[i]) : 1;
       }
-      load_stats(lse_log2, shared.sLse(stage), nt);
-      make_logits(tile, lse_log2);
+      read_stats(lse_log2, shared.sLse(stage), nt);
+      make_log2_p(tile, lse_log2);
       exponentiate(tile);
       if (!is_whole) hide(work, tile, nt, m_start, 0);
 #pragma unroll
@@ -663,7 +666,7 @@ struct BackwardConsumer {
         dropped[i] = kept[0].test(nt, i) ? tile[i] : 0;
       }
       make_operand<Arithmetic>(dropped, nt, p);
-      load_stats(delta, shared.sDelta(stage), nt);
+      read_stats(delta, shared.sDelta(stage), nt);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& x = ds[0][nt][i];
@@ -704,7 +707,7 @@ struct BackwardConsumer {
     }
   }
 
-  // Of the 8 queries of tile `nt` of a lane's scores, those that do not see the lane's two keys get `hidden`.
+  // In tile `nt`, a lane's pairs in which the query does not see the key become `hidden`.
   __device__ __forceinline__ void hide(const BackwardTileWork<Config>& work, float (&tile)[4], int nt,
                                        int m_start, float hidden) {
 #pragma unroll
@@ -721,8 +724,8 @@ struct BackwardConsumer {
     }
   }
 
-  // From 8 queries' scores to p: log2(p) first.
-  __device__ __forceinline__ void make_logits(float (&tile)[4], const float (&lse_log2)[2]) {
+  // From 8 queries' scores to log2(p), and to p.
+  __device__ __forceinline__ void make_log2_p(float (&tile)[4], const float (&lse_log2)[2]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) tile[i] = fmaf(tile[i], arguments.logit.scale_log2, -lse_log2[i % 2]);
   }
@@ -731,14 +734,14 @@ struct BackwardConsumer {
     for (int i = 0; i < 4; ++i) tile[i] = ptx::exp2_approx(tile[i]);
   }
 
-  // Of a lane's two queries among the 8 of tile `nt`; of several tiles.
-  __device__ __forceinline__ void load_stats(float (&stats)[2], uint32_t from, int nt) {
+  // Reads lse or delta of a lane's two queries in tile `nt`; in the tiles from kBegin to kEnd - 1.
+  __device__ __forceinline__ void read_stats(float (&stats)[2], uint32_t from, int nt) {
     ptx::load_shared_x2(stats, from + 4 * (query_row() + accumulator_column(nt, 0)));
   }
   template <int kBegin, int kEnd>
-  __device__ __forceinline__ void load_stats(RowStats& stats, uint32_t from) {
+  __device__ __forceinline__ void read_stats(RowStats& stats, uint32_t from) {
     uint32_t first = from + 4 * (query_row() + accumulator_column(0, 0));
-    ptx::keep_in_place(first);  // one register, not one for each tile
+    ptx::make_opaque(first);  // one register, not one for each tile
 #pragma unroll
     for (int nt = kBegin; nt < kEnd; ++nt) ptx::load_shared_x2(stats[nt], first + 32 * nt);
   }
@@ -763,7 +766,7 @@ struct BackwardConsumer {
   __device__ __forceinline__ uint32_t ds_row() const {
     const uint32_t sDs = shared.sDs(ds_stage) + consumer * Config::kQChunkBytes;
     uint32_t lane = lane_id();
-    ptx::keep_in_place(lane);  // rather computed again than kept in two registers
+    ptx::make_opaque(lane);  // rather computed again than kept in two registers
     return sDs + swizzled(lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2);
   }
   // A step of 16 queries.
@@ -849,7 +852,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   if (threadIdx.x == 0) {
     // q; lse and delta.
-    shared.q_ring().init(2, (Config::kWithDq ? 1 : 128) * Config::kConsumers);
+    shared.q_ring().init(2, (Config::kReleasesTogether ? 1 : 128) * Config::kConsumers);
     shared.dout_ring().init(1, Config::kConsumers);
     shared.kv_ring().init(1, (Config::kWithDq ? 1 : 4) * Config::kConsumers);
     ptx::barrier_init(shared.tail(0), 1);

@@ -8,6 +8,7 @@
 namespace jax_flash::cuda::ptx {
 
 inline uint32_t shared_address(const void* pointer) { return emulator::shared_address(pointer); }
+inline void make_opaque(uint32_t&) {}
 
 template <int kBytes>
 void copy_async(uint32_t shared, const void* global, bool valid) {
