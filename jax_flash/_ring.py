@@ -100,7 +100,7 @@ def ring_attention(
     _checks.check_implementation(implementation)
     forward_mode = static_bool("forward_mode", forward_mode)
     return_residual = static_bool("return_residual", return_residual)
-    num_devices = _axis_size(axis_name)
+    num_devices = axis_size(axis_name)
     call = _attention.normal_form(
         query,
         key,
@@ -157,7 +157,8 @@ def ring_attention(
     return call.results(out, lse, return_residual=return_residual)
 
 
-def _axis_size(axis_name: Any) -> int:
+def axis_size(axis_name: Any) -> int:
+    """The number of devices along the mesh axis, or axes, of the surrounding `shard_map`."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"axis_name must be a str or a tuple of them, got {describe(axis_name)}.")

@@ -8,8 +8,9 @@ flax.nnx.MultiHeadAttention(num_heads=8, ..., attention_fn=jax_flash.flax.attent
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from ._alibi import Alibi
 from ._attention import flash_attention
 from ._checks import is_broadcastable
+from ._ring import axis_size, ring_attention
 
 
 def attention_fn(
@@ -38,6 +40,8 @@ def attention_fn(
     attn_weights_value_einsum: Any = None,
     input_positions: jax.Array | None = None,
     forward_mode: bool = False,
+    axis_name: str | tuple[str, ...] | None = None,
+    layout: Literal["contiguous", "zigzag"] = "contiguous",
 ) -> jax.Array:
     """The `attention_fn` of `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`.
 
@@ -56,6 +60,9 @@ def attention_fn(
     not take it, pass the partial. A layer that decodes must have neither: flax masks the unused part of the cache.
 
     Flax's layers pass no bias; `functools.partial(attention_fn, bias=bias)` adds one.
+
+    `functools.partial(attention_fn, axis_name="sequence")` is for a layer inside `shard_map` whose sequence is sharded
+    over that axis: it calls :func:`jax_flash.ring_attention`.
 
     Args:
       query: [..., T, N, H], with any batch axes.
@@ -77,6 +84,9 @@ def attention_fn(
       attn_weights_value_einsum: not supported.
       input_positions: not supported.
       forward_mode: as in `flash_attention`; `functools.partial(attention_fn, forward_mode=True)` gives it to a layer.
+      axis_name: the mesh axis over which the sequence is sharded; None: the device has all of it. With an axis, T
+        and S above are the lengths on a device, but a mask and a bias have the device's rows and all keys.
+      layout: as in `ring_attention`; without effect if axis_name is None.
 
     Returns:
       [..., T, N, Hv].
@@ -84,7 +94,7 @@ def attention_fn(
     Raises:
       NotImplementedError: an argument that is not supported was given.
       TypeError: as for `flash_attention`.
-      ValueError: as for `flash_attention`; also `is_causal` in decoding.
+      ValueError: as for `flash_attention`, with axis_name as for `ring_attention`; also `is_causal` in decoding.
     """
     refusals = {
         "module": "the attention weights are never materialized, so sow_weights cannot record them",
@@ -109,7 +119,8 @@ def attention_fn(
                 f"{name} must have query's batch axes {batch}, got shape {list(x.shape)} with query's "
                 f"{list(query.shape)}."
             )
-    scores = (*batch, num_heads, seqlen_q, key.shape[-3])
+    num_shards = 1 if axis_name is None else axis_size(axis_name)
+    scores = (*batch, num_heads, seqlen_q, num_shards * key.shape[-3])
     if is_causal and mask is not None and seqlen_q == 1 < key.shape[-3]:
         raise ValueError(
             f"is_causal must be False in decoding, got True for one query and {key.shape[-3]} keys: the query would "
@@ -122,7 +133,10 @@ def attention_fn(
     # Flax passes the layer's rate whether dropout is on or not.
     dropout_rate = 0.0 if deterministic else dropout_rate
     query, key, value = (x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]) for x in (query, key, value))
-    out = flash_attention(
+    attention = flash_attention
+    if axis_name is not None:
+        attention = functools.partial(ring_attention, axis_name=axis_name, layout=layout)
+    out = attention(
         query,
         key,
         value,

@@ -337,6 +337,12 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("a mask with some batch axes is not broadcast to the others",
          "if own != batch:", "if own == batch:",
          "test_flax.py::test_mask_and_bias_of_any_shape[cpu-(2, 3)-(2, 1, 1, 7, 9)]"),
+        ("a layer's ring has the other layout",
+         "axis_name=axis_name, layout=layout)", "axis_name=axis_name)",
+         "test_ring.py::test_layers_of_flax[cpu-nnx-zigzag]"),
+        ("a layer's mask has the keys of one device",
+         "num_shards * key.shape[-3]", "key.shape[-3]",
+         "test_ring.py::test_layers_of_flax[cpu-linen-contiguous]"),
     ],
     "jax_flash/_command_line/arguments.py": [
         ("a length of 0 is accepted",

@@ -471,20 +471,45 @@ def test_without_a_batch_axis(platform, highest):
 
 
 @pytest.mark.exhaustive
-def test_a_layer_of_flax(platform, highest):
-    """As in docs/long_context.md."""
-    linen = pytest.importorskip("flax.linen", reason="flax is an optional dependency")
-    x = inputs()[0][..., 0, :]
-    got, want = (
-        linen.MultiHeadDotProductAttention(
-            2, attention_fn=lambda query, key, value, f=f, **_: f(query, key, value)
-        ).init_with_output(jax.random.key(0), x)
-        for f in (
-            on_the_ring(mesh_of(2), is_causal=True),
-            functools.partial(jax_flash.flash_attention, is_causal=True),
+@pytest.mark.parametrize(("library", "layout"), quick.in_turn(("linen", "nnx"), LAYOUTS))
+def test_layers_of_flax(library, layout, platform, highest):
+    """Causal and with a mask; also the gradients of the parameters, which all devices have."""
+    pytest.importorskip("flax", reason="flax is an optional dependency")
+    from flax import linen, nnx
+
+    from jax_flash.flax import attention_fn
+
+    rng = np.random.default_rng(0)
+    x, weights = rng.standard_normal((2, 2, 32, 16)).astype(np.float32)
+    mask = rng.random((1, 1, 32, 32)) < 0.8
+
+    def layer(**sharded):
+        causal = functools.partial(attention_fn, is_causal=True, **sharded)
+        if library == "linen":
+            module = linen.MultiHeadDotProductAttention(2, attention_fn=causal)
+            params = module.init(jax.random.key(0), x) if not sharded else None
+            return params, lambda params, x, mask: module.apply(params, x, mask=mask)
+        graph, params = nnx.split(
+            nnx.MultiHeadAttention(2, 16, attention_fn=causal, decode=False, rngs=nnx.Rngs(0))
         )
-    )
-    assert_close(got, want)
+        return params, lambda params, x, mask: nnx.merge(graph, params)(x, mask=mask)
+
+    def results(f, params, x, mask, weights):
+        def loss(params):
+            out = f(params, x, mask)
+            return jnp.sum(jnp.sin(out) * weights), out
+
+        (_, out), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+        return out, gradients
+
+    params, whole = layer()
+    _, local = layer(axis_name="sequence", layout=layout)
+    specs = P(), P(None, "sequence"), P(None, None, "sequence")
+    ring = jax.shard_map(local, mesh=mesh_of(4), in_specs=specs, out_specs=specs[1])
+    order = functools.partial(in_order, layout, 4)
+    tokens = functools.partial(order, "lse")  # their axis is the last but one
+    out, gradients = results(ring, params, tokens(x), order("mask", mask), tokens(weights))
+    assert_close((tokens(np.asarray(out), inverse=True), gradients), results(whole, params, x, mask, weights))
 
 
 @pytest.mark.exhaustive
