@@ -3,7 +3,6 @@
 
 #include <cstdint>
 
-#include "dropout.h"
 #include "pairs/options.cuh"
 #include "params.h"
 

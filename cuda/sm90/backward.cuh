@@ -437,11 +437,10 @@ template <class Config>
 struct BackwardConsumer {
   using Arithmetic = typename Config::Arithmetic;
   static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
-  static constexpr int kQueries = Config::kQueries, kSteps = kQueries / 16;
+  static constexpr int kQueries = Config::kQueries, kTiles = kQueries / 8, kSteps = kQueries / 16;
   static constexpr bool kByKeys = Config::kByKeys;
-  using Scores = float[1][kQueries / 8][4];  // [64 keys, kQueries]
-  using Operand = uint32_t[kSteps][4];       // the same in 16 bits
-  static constexpr int kTiles = kQueries / 8;
+  using Scores = float[1][kTiles][4];   // [64 keys, kQueries]
+  using Operand = uint32_t[kSteps][4];  // the same in 16 bits
   // Tiles of scores whose statistics are read early, and whose exponentials are computed before dout v^T is
   // there: half of those of 128 queries, all of 64, as measured to be fastest.
   static constexpr int kEarlyTiles = std::min(kTiles, 8);
@@ -629,7 +628,7 @@ struct BackwardConsumer {
                                                 bool is_whole, bool is_listed_whole, Scores& scores,
                                                 Scores& ds, Operand& p, Operand& ds_operand) {
     const int stage = q_ring.stage, row0 = work.n_start + warp_row(), column0 = m_start + query_row();
-    PairBits<kQueries / 8> visible[1]{{~0u}}, kept[1]{{~0u}};
+    PairBits<kTiles> visible[1]{{~0u}}, kept[1]{{~0u}};
     if constexpr (Config::kPolicy.may_have_mask()) {
       if (!is_listed_whole) load_visible(visible, pairs, row0, column0);
     }
@@ -648,7 +647,7 @@ struct BackwardConsumer {
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(ds[0]);
 #pragma unroll
-    for (int nt = 0; nt < kQueries / 8; ++nt) {
+    for (int nt = 0; nt < kTiles; ++nt) {
       float (&tile)[4] = scores[0][nt];
       float slope[4], dropped[4], lse_log2[2], delta[2];
       // Only now: there are no registers for all slopes.

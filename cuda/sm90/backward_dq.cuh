@@ -326,19 +326,9 @@ struct BackwardDqConsumer {
       for (int nt = 0; nt < kHeadDim / 8; ++nt) dq[0][nt][2 * h] = dq[0][nt][2 * h + 1] = 0;
     }
     store_rows<Arithmetic>(dq, factor, shared.sQ(warp_row), Config::kQChunkBytes);
-    ptx::async_proxy_fence();
-    __syncwarp();
-    if (row0 < work.seqlen_q && ptx::elect_one()) {
-#pragma unroll
-      for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
-        if (chunk * kChunkColumns < arguments.params.head_dim) {
-          ptx::tensor_store(arguments.dq_map, shared.sQ(warp_row) + chunk * Config::kQChunkBytes,
-                            chunk * kChunkColumns, work.head, row0, work.batch);
-        }
-      }
-      ptx::tensor_store_commit();
-      ptx::tensor_store_wait_read();
-    }
+    const OutputRows to{arguments.dq_map, arguments.params.head_dim, work.head, row0, work.seqlen_q,
+                        work.batch};
+    send_rows<Config::kChunks>(to, shared.sQ(warp_row), Config::kQChunkBytes);
   }
 };
 

@@ -5,7 +5,9 @@
 
 #include "accumulator.cuh"
 #include "arithmetic.h"
+#include "ptx/barrier.h"
 #include "ptx/memory.h"
+#include "ptx/tensor_copy.h"
 #include "sm90/tensor_map.h"
 
 namespace jax_flash::cuda::sm90 {
@@ -38,6 +40,30 @@ template <class Arithmetic, int kTiles>
 __device__ __forceinline__ void store_rows(const float (&acc)[1][kTiles][4], const float (&factor)[2],
                                            uint32_t shared, int pitch) {
   store_rows<Arithmetic, 8 * kTiles>(acc, 0, factor, shared, pitch);
+}
+
+// Where a warp's 16 rows go: an array [batch, length, heads, columns], from `row` on.
+struct OutputRows {
+  const CUtensorMap& map;  // in boxes of 16 rows
+  int64_t columns;
+  int head, row, length, batch;
+};
+
+// Sends the kChunks tiles of 64 columns that store_rows() has left, and waits until they have been read.
+template <int kChunks>
+__device__ __forceinline__ void send_rows(const OutputRows& to, uint32_t shared, int pitch) {
+  ptx::async_proxy_fence();
+  __syncwarp();
+  if (to.row < to.length && ptx::elect_one()) {
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      if (chunk * kChunkColumns < to.columns) {
+        ptx::tensor_store(to.map, shared + chunk * pitch, chunk * kChunkColumns, to.head, to.row, to.batch);
+      }
+    }
+    ptx::tensor_store_commit();
+    ptx::tensor_store_wait_read();
+  }
 }
 
 }  // namespace jax_flash::cuda::sm90

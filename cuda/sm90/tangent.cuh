@@ -421,19 +421,8 @@ struct TangentConsumer {
     ptx::named_barrier_wait(1 + consumer, 128);  // a product reads q for all warps
     const float factor[2] = {1, 1};
     store_rows<Arithmetic>(tout, factor, shared.sQ(warp_row), Config::kQChunkBytes);
-    ptx::async_proxy_fence();
-    __syncwarp();
-    if (row0 < work.seqlen_q && ptx::elect_one()) {
-#pragma unroll
-      for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
-        if (chunk * kChunkColumns < head_dim_v) {
-          ptx::tensor_store(arguments.tout_map, shared.sQ(warp_row) + chunk * Config::kQChunkBytes,
-                            chunk * kChunkColumns, work.head, row0, work.batch_element);
-        }
-      }
-      ptx::tensor_store_commit();
-      ptx::tensor_store_wait_read();
-    }
+    const OutputRows to{arguments.tout_map, head_dim_v, work.head, row0, work.seqlen_q, work.batch_element};
+    send_rows<Config::kChunks>(to, shared.sQ(warp_row), Config::kQChunkBytes);
   }
 };
 
