@@ -289,6 +289,11 @@ ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi
   params->lse_log2 = workspace.lse_log2.data;
   params->leaves_dq = params->options.deterministic || workspace.leaves_dq;
   params->dq_accum = workspace.leaves_dq ? nullptr : workspace.dq_accum.data;
+  const Dims& parts = workspace.dk_parts.dims;
+  const bool has_parts = !parts.empty() && parts[1] != 0 && workspace.dv_parts.dims[1] == parts[1];
+  params->dk_parts = has_parts ? workspace.dk_parts.data : nullptr;
+  params->dv_parts = has_parts ? workspace.dv_parts.data : nullptr;
+  params->num_parts = has_parts ? parts[1] : K;
   return call.CheckAllTaken();
 }
 

@@ -23,7 +23,7 @@ ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& par
   const bool is_deterministic = params.options.deterministic;
   const bool has_mask = !!params.mask, has_segments = params.has_segments();
   const int64_t B = params.batch, N = params.num_heads, T = params.seqlen_q, S = params.seqlen_kv;
-  const int64_t H = params.head_dim, D = num_directions;
+  const int64_t H = params.head_dim, Hv = params.head_dim_v, D = num_directions;
   const PairArray& mask = params.mask;  // with strides of 0 where it is broadcast or absent
   const int64_t B_mask = mask.batch_stride ? B : 1, N_mask = mask.head_stride ? N : 1;
   const int64_t T_mask = mask.row_stride ? T : 1, S_mask = mask.key_stride ? S : 1;
@@ -34,6 +34,12 @@ ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& par
   const auto sums_dq = [&] {
     const Dims dims = call.PeekResultDims();
     return dims.size() < 2 || dims[1] != 0;
+  };
+  // Python decides. No number of parts but what divides the query heads of each key head evenly is taken.
+  const auto num_parts = [&]() -> int64_t {
+    const Dims dims = call.PeekResultDims();
+    const int64_t parts = dims.size() < 2 ? 0 : dims[1];
+    return parts > 0 && parts % params.num_kv_heads == 0 && N % parts == 0 ? parts : 0;
   };
 
 #define WORKSPACE(name, dtype, condition, ...) \

@@ -50,7 +50,7 @@ const WorkspaceRow kWorkspace[] = {
 const Constant kConstants[] = {
     {"kVisibilityBlock", kVisibilityBlock},
     {"kStatsRows", kStatsRows},
-    {"kDqRows", kDqRows},
+    {"kFragmentRows", kFragmentRows},
 };
 
 Library describe() {

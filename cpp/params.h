@@ -55,9 +55,9 @@ inline constexpr int64_t kVisibilityBlock = 64;
 // blocks.
 inline constexpr int64_t kStatsRows = 128;
 
-// The float32 sums of 16-bit dq have T rounded up to a multiple of this, so Hopper's kernel writes whole
-// tiles.
-inline constexpr int64_t kDqRows = 16;
+// The float32 sums of 16-bit gradients have T or S rounded up to a multiple of this, so Hopper's kernel
+// writes whole tiles.
+inline constexpr int64_t kFragmentRows = 16;
 
 // Workspace of the CUDA kernels for a mask or segments; all null without them. workspace.def has the shapes.
 struct VisibilityWorkspace {
@@ -155,6 +155,10 @@ struct BackwardParams : AttentionParams {
   float* delta;     // rowsum(dout * out) - dlse
   float* lse_log2;  // lse * log2(e), made safe for exp2
   float* dq_accum;  // sums of 16-bit dq, in an order that suits the kernel; null if it needs none
+  float* dk_parts;  // sums of 16-bit dk and dv over parts of the query heads, likewise; null: no parts
+  float* dv_parts;
+  int64_t
+      num_parts;  // of the query heads of a batch element: a multiple of K that divides N; without parts K
 
   // Whether a separate kernel computes dq, which needs no sums in memory: if deterministic, or if the caller
   // gave no room for the sums.

@@ -439,13 +439,18 @@ def _workspace_avals(call: _Pass, avals, *, operands: tuple[str, ...], options: 
             T=seqlen_q,
             S=k.shape[-3],
             H=head_dim,
+            Hv=v.shape[-1],
             B_mask=mask_shape[0],
             N_mask=mask_shape[1],
             T_mask=mask_shape[2],
             S_mask=mask_shape[3],
             sums_dq=lambda: _sums_dq(q, v),
+            num_parts=lambda: _num_parts(*(_fold(named[name], name) for name in "qkv"), options.is_causal),
         )
     )
+
+
+_HOPPER_MULTIPROCESSORS = 132  # of H100 and H200
 
 
 def _sums_dq(q, v) -> bool:
@@ -454,12 +459,43 @@ def _sums_dq(q, v) -> bool:
     Hopper's kernels above head dim 128 leave dq to another kernel, which is faster. Where the program runs on other
     GPUs than it was lowered for, their kernels do so too without that memory, at some cost in speed.
     """
+    head_dim = _hopper_head_dim(q, v)
+    return not head_dim or head_dim <= 128
+
+
+def _num_parts(q, k, v, is_causal: bool) -> int:
+    """Into how many parts Hopper's backward kernel divides the query heads of all key heads; 0: it does not.
+
+    A tile has 128 keys (64 above head dim 128) of one part, and its multiprocessors should all have about as many. So
+    with few key heads a part is less than a key head's group. The sums of dk and dv of each part are written and read
+    in float32.
+    """
+    (B, T, N, _), (_, S, K, _) = q.shape, k.shape
+    head_dim = _hopper_head_dim(q, v)
+    if not head_dim or K == 0 or N == K or not all(isinstance(size, int) for size in (B, T, N, S, K)):
+        return 0
+    tiles = -(-S // (128 if head_dim <= 128 else 64))
+    items = B * K * ((tiles + 1) // 2 if is_causal and T == S else tiles)  # causal tiles are taken in pairs
+
+    def busy(parts: int) -> float:
+        """The share of the multiprocessors that is busy on the average."""
+        rounds = -(-items * parts // _HOPPER_MULTIPROCESSORS)
+        return items * parts / (rounds * _HOPPER_MULTIPROCESSORS) if rounds else 1
+
+    # A tile that goes through few queries would take longer to write than to compute.
+    parts = [x for x in range(1, N // K + 1) if N // K % x == 0 and (x == 1 or T * (N // K) // x >= 1024)]
+    best = next((x for x in parts if busy(x) >= 0.85), max(parts, key=busy))
+    return K * best if best > 1 else 0
+
+
+def _hopper_head_dim(q, v) -> int:
+    """The head dim of Hopper's backward kernel that is certain to run; 0 if none is."""
     gpus = _ffi.local_gpus()
     is_hopper = gpus and all(gpu.compute_capability == "9.0" for gpu in gpus)
     head_dims = q.shape[-1], v.shape[-1]
     if not is_hopper or any(head_dim % 8 for head_dim in head_dims):
-        return True
-    return _kernel_head_dim("backward sm90", q.dtype, max(head_dims)) <= 128
+        return 0
+    return _kernel_head_dim("backward sm90", q.dtype, max(head_dims))
 
 
 def _kernel_head_dim(kind: str, dtype, head_dim: int) -> int:

@@ -35,11 +35,13 @@ class Call(NamedTuple):
     T: Any
     S: Any
     H: Any
+    Hv: Any
     B_mask: Any
     N_mask: Any
     T_mask: Any
     S_mask: Any
     sums_dq: Callable[[], bool]
+    num_parts: Callable[[], int]
 
 
 class _Row(NamedTuple):

@@ -128,28 +128,37 @@ void test_workspace() {
   const auto take = [&](Pass pass, const std::vector<Type>& types) {
     return take_workspace(Platform::kCuda, pass, params, types, &workspace);
   };
-  const auto take_dq_rows = [&](int64_t rows) {
-    return take(Pass::kBackward, {counter, statistics, statistics, {DataType::F32, {2, rows, 6, 8}}});
+  const auto parts = [](int64_t number) { return Type{DataType::F32, {2, number, 16, 8}}; };
+  const auto take_sums = [&](int64_t dq_rows, int64_t dk_parts) {
+    const Type dq = {DataType::F32, {2, dq_rows, 6, 8}};
+    return take(Pass::kBackward, {counter, statistics, statistics, dq, parts(dk_parts), parts(dk_parts)});
   };
 
   expect(take_workspace(Platform::kCpu, Pass::kBackward, params, {}, &workspace).success(),
          "the CPU has no workspace");
   expect(take(Pass::kForward, {counter}).success() && workspace.tile_counter.data, "forward");
   expect(take(Pass::kBackwardBias, {counter, statistics, statistics}).success(), "gradient of the bias");
-  expect(take_dq_rows(80).success() && !workspace.leaves_dq, "sums of dq");
-  expect(take_dq_rows(0).success() && workspace.leaves_dq, "no sums of dq");
-  const std::string message = take_dq_rows(16).message();
+  expect(take_sums(80, 0).success() && !workspace.leaves_dq, "sums of dq");
+  expect(take_sums(0, 0).success() && workspace.leaves_dq, "no sums of dq");
+  expect(take_sums(80, 6).success() && workspace.dv_parts.dims[1] == 6, "parts of the query heads");
+  for (const int64_t number : {2, 4, 12}) {
+    const std::string message = take_sums(80, number).message();
+    expect(message.find("dk_parts must be float32 of shape [2, 0, 16, 8]") != std::string::npos,
+           "parts that do not divide the query heads of each key head: " + message);
+  }
+  const std::string message = take_sums(16, 0).message();
   expect(message.find("dq_accum must be float32 of shape [2, 80, 6, 8]") != std::string::npos,
          "sums of some rows of dq: " + message);
   params.options.deterministic = true;
-  expect(take_dq_rows(80).failure(), "sums of a deterministic dq");
+  expect(take_sums(80, 0).failure(), "sums of a deterministic dq");
 
   // A mask [N, 1, S]. 70 queries are 2 blocks, 5 keys are 1.
   params.mask = {&params, jax_flash::DType::kBool, 0, 5, 0, 1};
   const Type visibility = {DataType::U8, {2, 6, 2, 1}}, lists = {DataType::U32, {2, 6, 2 * 1 + 2 + 1}};
   const Type of_queries = {DataType::U32, {1, 6, 1, 2}}, of_keys = {DataType::U32, {1, 6, 5, 2}};
   expect(take(Pass::kForward, {counter, visibility, lists, of_queries}).success(), "mask, forward");
-  expect(take(Pass::kBackward, {counter, statistics, statistics, visibility, lists, of_queries, of_keys})
+  expect(take(Pass::kBackward,
+              {counter, statistics, statistics, parts(0), parts(0), visibility, lists, of_queries, of_keys})
              .success(),
          "mask, backward");
   expect(take(Pass::kForward, {counter, visibility, lists}).failure(), "a mask without its bits");

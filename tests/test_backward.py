@@ -9,6 +9,7 @@ import quick
 from cases import CASES, DTYPES, PAIRS
 
 import jax_flash
+from jax_flash import _primitives
 
 
 @pytest.mark.parametrize(("case", "kind"), quick.cases_and_kinds(CASES))
@@ -28,6 +29,25 @@ def test_pair_of_options_is_close_to_exact(case, wanted, platform):
             got, gradients = harness.run_with_operands(case, dtype, precision=precision)
             harness.check(got, case, dtype, rule)
             harness.check_operands(gradients, case, dtype, rule)
+
+
+GROUPED = [case for case in CASES if case.num_kv_heads < case.num_heads]
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("case", GROUPED, ids=str)
+def test_parts_of_the_query_heads_are_as_close(case, deterministic, platform, monkeypatch):
+    """The tables' cases are too small for Hopper's kernels to divide the query heads of a key head."""
+    if platform == "cpu":
+        pytest.skip("the CPU has no such parts")
+    asked = []
+    monkeypatch.setattr(_primitives, "_num_parts", lambda *call: asked.append(call) or case.num_heads)
+    jax.clear_caches()
+    dtype, precision, rule = next(kind for kind in harness.KINDS[platform] if kind[0] == "bfloat16")
+    got, gradients = harness.run_with_operands(case, dtype, precision=precision, deterministic=deterministic)
+    assert asked
+    harness.check(got, case, dtype, rule)
+    harness.check_operands(gradients, case, dtype, rule)
 
 
 DETERMINISTIC = ["causal blocks", "groups of 8", "lengths", "everything", "bias", "tiles, mask", "dropout"]

@@ -72,6 +72,39 @@ def test_room_for_sums_of_dq(capabilities, head_dim, head_dim_v, dtype, sums, mo
 
 
 @pytest.mark.parametrize(
+    ("q", "kv", "is_causal", "parts"),
+    [
+        ((1, 4096, 32, 128), (4096, 1), True, 8),  # 16 pairs of tiles a part: 128 for 132 multiprocessors
+        ((1, 4096, 32, 128), (4096, 1), False, 4),  # 32 tiles a part
+        ((1, 4096, 32, 128), (4000, 1), True, 4),  # not a triangle: tiles one by one
+        ((1, 4096, 32, 256), (4096, 1), False, 2),  # tiles of 64 keys
+        ((1, 16384, 64, 128), (16384, 8), True, 0),  # 512 pairs of tiles
+        ((1, 4096, 16, 128), (4096, 16), False, 0),  # nothing to divide
+        ((1, 512, 32, 128), (4096, 1), False, 4),
+        ((1, 64, 32, 128), (4096, 1), False, 2),  # a tile goes through at least 1,024 queries
+        ((1, 1, 32, 128), (4096, 1), False, 0),
+        ((3, 2048, 12, 128), (1024, 2), False, 4),  # 0.73 of a round, as with 12 parts
+        ((1, 4096, 32, 132), (4096, 1), False, 0),  # not supported by the Hopper kernels
+        ((0, 4096, 32, 128), (4096, 1), False, 0),
+        ((1, 4096, 0, 128), (4096, 0), False, 0),
+    ],
+)
+def test_parts_of_the_query_heads(q, kv, is_causal, parts, monkeypatch):
+    """With few key heads, tiles take parts of the query heads, so that all multiprocessors have some."""
+    set_local_gpus(monkeypatch, "9.0")
+    kernels = [f"backward sm90 bfloat16 {size}" for size in (64, 128, 256)]
+    monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
+    shapes = q, (q[0], *kv, q[3]), (q[0], *kv, q[3])
+    q, k, v = (jax.core.ShapedArray(shape, jnp.bfloat16) for shape in shapes)
+    assert _primitives._num_parts(q, k, v, is_causal) == parts
+    (size,) = jax.export.symbolic_shape("b")
+    symbolic = [jax.core.ShapedArray((size, *x.shape[1:]), x.dtype) for x in (q, k, v)]
+    assert _primitives._num_parts(*symbolic, is_causal) == 0
+    set_local_gpus(monkeypatch, "8.0")
+    assert _primitives._num_parts(q, k, v, is_causal) == 0
+
+
+@pytest.mark.parametrize(
     ("capabilities", "head_dims", "head_dim", "head_dim_v", "dtype", "fits"),
     [
         (["8.0", "9.0"], [64, 128, 256], 256, 256, "bfloat16", True),

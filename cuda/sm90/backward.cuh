@@ -13,6 +13,10 @@
 // scores of half of the queries each, and own half of the columns of dk and dv, so that p^T and ds^T go
 // through shared memory.
 //
+// Where there are too few tiles for all multiprocessors, the query heads of a key head are divided into
+// parts, each with tiles of its own, whose dk and dv are added up afterwards, in a fixed order (_num_parts in
+// jax_flash/_primitives.py chooses how many).
+//
 // dq, which other blocks share, is added to dq_accum by the copy engine (kWithDq), or left to
 // backward_dq.cuh: when deterministic, and where that is faster.
 //
@@ -88,7 +92,7 @@
 #include "ptx/memory.h"
 #include "ptx/tensor_copy.h"
 #include "ptx/wgmma.h"
-#include "sm90/dq_fragments.cuh"
+#include "sm90/fragments.cuh"
 #include "sm90/item_ring.cuh"
 #include "sm90/output.cuh"
 #include "sm90/product.cuh"
@@ -113,34 +117,36 @@ namespace jax_flash::cuda::sm90 {
 // would have the last head's long tiles end alone: up to 1.5 times as long). Queries, dout and dq of a
 // section fit in L2 together.
 struct BackwardSchedule {
-  int n_blocks;  // of one head
-  int items;     // of one head: n_blocks, or half as many
-  int num_kv_heads;
-  int num_items;      // of all heads
+  int n_blocks;       // of one part of the query heads
+  int items;          // of one part: n_blocks, or half as many
+  int num_parts;      // of a batch element
+  int num_items;      // of all parts
   int* counter;       // of items handed out; null: there are as many blocks as items
   int num_blocks;     // the grid
-  int section_heads;  // key heads of one section but the last; 1: a head after the other
+  int section_parts;  // of one section but the last; 1: a part after the other
 
   BackwardSchedule(const BackwardParams& params, int block_n, int multiprocessors)
       : n_blocks(static_cast<int>(ceil_div(params.seqlen_kv, block_n))),
-        num_kv_heads(static_cast<int>(params.num_kv_heads)) {
-    const int64_t heads = params.batch * num_kv_heads, pairs = (n_blocks + 1) / 2;
+        num_parts(static_cast<int>(params.num_parts)) {
+    const int64_t parts = params.batch * num_parts, pairs = (n_blocks + 1) / 2;
     // A pair is long: its last round must not leave many multiprocessors idle. And the longer and the more
-    // tiles are, the less it matters that rows load while the one before ends.
-    const bool has_many = n_blocks >= 64 && n_blocks * heads >= 6 * multiprocessors;
-    const int64_t rounds = ceil_div(pairs * heads, multiprocessors);
+    // tiles are, the less it matters that rows load while the one before ends; but a tile is as many times
+    // longer as a part has query heads.
+    const bool has_many =
+        n_blocks >= 64 && n_blocks * parts >= 6 * multiprocessors * (params.num_heads / num_parts);
+    const int64_t rounds = ceil_div(pairs * parts, multiprocessors);
     const bool by_pairs =
-        is_triangle(params) && !has_many && pairs * heads * 100 >= rounds * multiprocessors * 85;
+        is_triangle(params) && !has_many && pairs * parts * 100 >= rounds * multiprocessors * 85;
     items = by_pairs ? static_cast<int>(pairs) : n_blocks;
-    num_items = static_cast<int>(items * heads);
+    num_items = static_cast<int>(items * parts);
     counter = (by_pairs || is_full(params)) && num_items > multiprocessors ? params.tile_counter : nullptr;
     num_blocks = counter ? multiprocessors : num_items;
     // Few tiles must end together before anything else.
     constexpr int64_t kSectionBytes = 18 << 20;  // of 50 MB of L2: 34 MB took 2 % longer with grouped heads
-    // Of a query head: the tiles of a group's key head go through its query heads in step.
+    // Of a query head: the tiles of a part go through its query heads in step.
     const int64_t head_bytes = params.seqlen_q * (6 * params.head_dim + 2 * params.head_dim_v);
-    const int64_t fitting = has_many ? kSectionBytes / std::max<int64_t>(head_bytes, 1) : heads;
-    section_heads = static_cast<int>(is_triangle(params) && !by_pairs ? std::max<int64_t>(fitting, 1) : 1);
+    const int64_t fitting = has_many ? kSectionBytes / std::max<int64_t>(head_bytes, 1) : parts;
+    section_parts = static_cast<int>(is_triangle(params) && !by_pairs ? std::max<int64_t>(fitting, 1) : 1);
   }
 };
 
@@ -150,10 +156,10 @@ struct BackwardArguments {
   CUtensorMap dk_map, dv_map;   // [B, S, K, H], [B, S, K, Hv] in boxes of 16 rows: a warp's
   BackwardParams params;
   BackwardSchedule schedule;
-  DqFragments dq_accum;
+  Fragments dq_accum, dk_parts, dv_parts;
   LogitScale logit;
   PairOptions pairs;
-  int group;  // query heads of a key head
+  int part_heads;  // query heads of a part
 };
 
 template <class Arithmetic_, int kHeadDim_, PairPolicy kPolicy_, bool kWithDq_>
@@ -270,30 +276,32 @@ struct BackwardShared {
 
 // ---- Which tiles ----
 
-// A block of keys of one key head, and the queries that see it.
+// A block of keys of one key head, and the queries of a part of its query heads that see it.
 template <class Config>
 struct BackwardTileWork {
-  int n_start, kv_head, batch;
+  int n_start, part, batch;
+  int kv_head;
   Mask mask;
   int m_begin, m_blocks;  // of each query head, if no list says which
-  int all_blocks;         // of all heads of the group
+  int all_blocks;         // of all heads of the part
 
-  __device__ __forceinline__ BackwardTileWork(const BackwardParams& params, int n_start, int kv_head,
-                                              int batch)
-      : n_start(n_start), kv_head(kv_head), batch(batch), mask(params, batch) {
+  __device__ __forceinline__ BackwardTileWork(const BackwardParams& params, int n_start, int part, int batch)
+      : n_start(n_start), part(part), batch(batch), mask(params, batch) {
+    const int num_parts = static_cast<int>(params.num_parts);
+    kv_head = part / (num_parts / static_cast<int>(params.num_kv_heads));
     const int n_last = min(n_start + Config::kBlockN, mask.kv_length) - 1;
     const int last_query = n_last < n_start ? -1 : mask.last_query(n_last);
     m_begin = mask.first_query(n_start) / Config::kBlockM * Config::kBlockM;
     m_blocks = last_query < m_begin ? 0 : (last_query - m_begin) / Config::kBlockM + 1;
-    const int group = static_cast<int>(params.num_heads) / static_cast<int>(params.num_kv_heads);
-    all_blocks = m_blocks * group;
+    const int part_heads = static_cast<int>(params.num_heads) / num_parts;
+    all_blocks = m_blocks * part_heads;
     if constexpr (Config::Queries::kMayBeListed) {
       all_blocks = 0;
 #pragma unroll 1
-      for (int i = 0; i < group; ++i) all_blocks += queries(params, kv_head * group + i).count;
+      for (int i = 0; i < part_heads; ++i) all_blocks += queries(params, part * part_heads + i).count;
     }
-    for (int* value :
-         {&mask.lowest, &mask.highest, &mask.q_length, &mask.kv_length, &m_begin, &m_blocks, &all_blocks}) {
+    for (int* value : {&kv_head, &mask.lowest, &mask.highest, &mask.q_length, &mask.kv_length, &m_begin,
+                       &m_blocks, &all_blocks}) {
       *value = uniform(*value);
     }
   }
@@ -309,19 +317,19 @@ template <class Config, bool kDraws, class F>
 __device__ __forceinline__ void for_each_tile(const BackwardSchedule& schedule, const BackwardParams& params,
                                               const ItemRing& ring, F f) {
   for_each_item<kDraws>(ring, schedule.counter, schedule.num_items, [&](int index) {
-    const int section_items = schedule.section_heads * schedule.items;
+    const int section_items = schedule.section_parts * schedule.items;
     const int section = static_cast<unsigned>(index) / section_items,
               in_section = index - section * section_items;
-    const int first_head = section * schedule.section_heads;
-    const int heads = min(schedule.section_heads, schedule.num_items / schedule.items - first_head);
-    const int first = static_cast<unsigned>(in_section) / heads, last = schedule.n_blocks - 1 - first;
-    const int all_heads = first_head + in_section - first * heads;
-    const int batch = static_cast<unsigned>(all_heads) / schedule.num_kv_heads;
-    const int kv_head = all_heads - batch * schedule.num_kv_heads;
+    const int first_part = section * schedule.section_parts;
+    const int parts = min(schedule.section_parts, schedule.num_items / schedule.items - first_part);
+    const int first = static_cast<unsigned>(in_section) / parts, last = schedule.n_blocks - 1 - first;
+    const int part_of_all = first_part + in_section - first * parts;
+    const int batch = static_cast<unsigned>(part_of_all) / schedule.num_parts;
+    const int part = part_of_all - batch * schedule.num_parts;
     const bool is_pair = schedule.items < schedule.n_blocks && first < last;
 #pragma unroll 1
     for (int i = 0; i < (is_pair ? 2 : 1); ++i) {
-      f(BackwardTileWork<Config>(params, (i == 0 ? first : last) * Config::kBlockN, kv_head, batch));
+      f(BackwardTileWork<Config>(params, (i == 0 ? first : last) * Config::kBlockN, part, batch));
     }
   });
 }
@@ -368,10 +376,10 @@ struct BackwardLoader {
                 ptx::kEvictLast,
                 tail,
                 keys.tail_parity};
-    const int group = arguments.group;
+    const int part_heads = arguments.part_heads;
     auto ring = kIsQueries ? q_ring : shared.dout_ring().at(q_ring);
 #pragma unroll 1
-    for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
+    for (int head = work.part * part_heads; head < (work.part + 1) * part_heads; ++head) {
       const typename Config::Queries queries = work.queries(params, head);
       const int last = queries.count - 1;
       const bool has_tail = last >= 0 && rows.template has_tail<kBlockM>(queries.start(last));
@@ -401,12 +409,12 @@ struct BackwardLoader {
   __device__ __forceinline__ void load_stats(const BackwardTileWork<Config>& work) {
     constexpr int kBytes = 4 * Config::kBlockM;
     const BackwardParams& params = arguments.params;
-    const int group = arguments.group;
+    const int part_heads = arguments.part_heads;
     if (ptx::elect_one()) {
       auto at = q_ring;
 #pragma unroll 1
-      for (int i = 0; i < group; ++i) {
-        const int head = work.kv_head * group + i;
+      for (int i = 0; i < part_heads; ++i) {
+        const int head = work.part * part_heads + i;
         const int64_t row = (int64_t{work.batch} * params.num_heads + head) * stats_length(params.seqlen_q);
         const typename Config::Queries queries = work.queries(params, head);
 #pragma unroll 1
@@ -467,9 +475,9 @@ struct BackwardConsumer {
     clear(dv);
     kv_ring.wait_full(shared.kKeys);
     kv_ring.wait_full(shared.kValues);
-    const int group = arguments.group;
+    const int part_heads = arguments.part_heads;
 #pragma unroll 1
-    for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
+    for (int head = work.part * part_heads; head < (work.part + 1) * part_heads; ++head) {
       const typename Config::Queries queries = work.queries(arguments.params, head);
       const Pairs<true> pairs{arguments.params, arguments.pairs, work.batch, head};
       float* dq_rows = Config::kWithDq ? arguments.dq_accum.tile(work.batch, head, 0, dq_column()) : nullptr;
@@ -791,13 +799,12 @@ struct BackwardConsumer {
     __syncwarp();
 #pragma unroll
     for (int nt = 0; nt < Config::kDqColumns / 8; ++nt) {
-      ptx::store_shared_x4(sDq + nt * DqFragments::kTileBytes + 16 * lane_id(), dq[0][nt]);
+      ptx::store_shared_x4(sDq + nt * Fragments::kTileBytes + 16 * lane_id(), dq[0][nt]);
     }
     ptx::async_proxy_fence();
     __syncwarp();
     if (row < static_cast<int>(arguments.params.seqlen_q) && tiles > 0 && ptx::elect_one()) {
-      ptx::bulk_reduce_add(dq_rows + arguments.dq_accum.row_offset(row), sDq,
-                           tiles * DqFragments::kTileBytes);
+      ptx::bulk_reduce_add(dq_rows + arguments.dq_accum.row_offset(row), sDq, tiles * Fragments::kTileBytes);
       ptx::tensor_store_commit();
     }
   }
@@ -814,6 +821,15 @@ struct BackwardConsumer {
         dk[0][nt][2 * h + c] = dv[0][nt][2 * h + c] = 0;
     });
     const int chunk0 = kByKeys ? 0 : consumer * (Config::kChunks / 2);
+    if (arguments.dk_parts.tiles) {
+      if (row0 < static_cast<int>(params.seqlen_kv)) {
+        write_part(dk, arguments.dk_parts, work, row0, chunk0);
+        write_part(dv, arguments.dv_parts, work, row0, chunk0);
+      }
+      __syncwarp();
+      if (!Config::kWithDq && ptx::elect_one()) kv_ring.release();
+      return;
+    }
     const uint32_t sDk = shared.sDk(kv_ring.stage, consumer, warp),
                    sDv = shared.sDv(kv_ring.stage, consumer, warp);
     if (Config::kWithDq && ptx::elect_one()) ptx::tensor_store_wait_read();  // dq has left its buffer
@@ -839,6 +855,17 @@ struct BackwardConsumer {
     if (!Config::kWithDq && ptx::elect_one()) {
       ptx::tensor_store_wait_read();
       kv_ring.release();
+    }
+  }
+
+  // A warp's rows of a part's sums, from `row` and chunk `chunk0` of columns on.
+  __device__ __forceinline__ void write_part(const Sum& sum, const Fragments& to,
+                                             const BackwardTileWork<Config>& work, int row, int chunk0) {
+    const int column = chunk0 * kChunkColumns, tiles = to.column_tiles - column / Fragments::kTileColumns;
+    float4* tile = reinterpret_cast<float4*>(to.tile(work.batch, work.part, row, column)) + lane_id();
+#pragma unroll
+    for (int nt = 0; nt < Config::kColumns / 8; ++nt) {
+      if (nt < tiles) tile[32 * nt] = {sum[0][nt][0], sum[0][nt][1], sum[0][nt][2], sum[0][nt][3]};
     }
   }
 };
@@ -885,17 +912,29 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
 }
 
+inline Fragments dq_sums(const BackwardParams& params) {
+  return {params.dq_accum, params.batch, params.num_heads, params.seqlen_q, params.head_dim};
+}
+inline Fragments dk_parts(const BackwardParams& params) {
+  return {params.dk_parts, params.batch, params.num_parts, params.seqlen_kv, params.head_dim};
+}
+inline Fragments dv_parts(const BackwardParams& params) {
+  return {params.dv_parts, params.batch, params.num_parts, params.seqlen_kv, params.head_dim_v};
+}
+
 template <class Config>
 Status launch_backward(const BackwardParams& params, const LaunchContext& context) {
   using Element = typename Config::Element;
-  const int64_t tiles = ceil_div(params.seqlen_kv, Config::kBlockN) * params.num_kv_heads * params.batch;
+  const int64_t tiles = ceil_div(params.seqlen_kv, Config::kBlockN) * params.num_parts * params.batch;
   if (tiles > std::numeric_limits<int32_t>::max() - context.multiprocessors) return Status::not_served();
   BackwardArguments arguments{.params = params,
                               .schedule{params, Config::kBlockN, context.multiprocessors},
-                              .dq_accum = DqFragments(params),
+                              .dq_accum = dq_sums(params),
+                              .dk_parts = dk_parts(params),
+                              .dv_parts = dv_parts(params),
                               .logit = LogitScale(params),
                               .pairs = PairOptions(params),
-                              .group = static_cast<int>(params.num_heads / params.num_kv_heads)};
+                              .part_heads = static_cast<int>(params.num_heads / params.num_parts)};
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
   const bool has_maps =
@@ -928,18 +967,27 @@ Status backward(const BackwardParams& params, const LaunchContext& context) {
                ? launch_backward<BackwardConfig<Arithmetic, kHeadDim, kGeneral, kWithDq>>(params, context)
                : launch_backward<BackwardConfig<Arithmetic, kHeadDim, kNoPairs, kWithDq>>(params, context);
   };
-  Status status;
+  const bool with_dq = !backward_is_split(kHeadDim) && !params.leaves_dq;
+  const Fragments dq = dq_sums(params);
+  Status status =
+      launch_delta<Element>(params, with_dq ? params.dq_accum : nullptr, with_dq ? dq.size() : 0, context);
+  if (status.failed()) return status;
   if constexpr (!backward_is_split(kHeadDim)) {
-    if (!params.leaves_dq) {
-      status = launch_delta<Element>(params, params.dq_accum, DqFragments::size(params), context);
-      if (!status.failed()) status = launch_form.template operator()<true>();
-      return status.failed() ? status : launch_convert_fragments<Element>(params, context);
-    }
+    if (with_dq) status = launch_form.template operator()<true>();
   }
-  status = launch_delta<Element>(params, nullptr, 0, context);
-  if (!status.failed()) status = launch_form.template operator()<false>();
-  if (status.failed() || params.leaves_dq) return status;
-  return backward_dq<Arithmetic, kHeadDim>(params, context);
+  if (!with_dq) status = launch_form.template operator()<false>();
+  if (status.failed()) return status;
+  if (params.dk_parts) {
+    const int parts = static_cast<int>(params.num_parts / params.num_kv_heads);
+    status =
+        launch_convert_fragments<Element>(dk_parts(params), parts, params.dk, params.options.scale, context);
+    if (status.failed()) return status;
+    status = launch_convert_fragments<Element>(dv_parts(params), parts, params.dv,
+                                               PairOptions(params).kept_factor, context);
+    if (status.failed()) return status;
+  }
+  if (with_dq) return launch_convert_fragments<Element>(dq, 1, params.dq, params.options.scale, context);
+  return params.leaves_dq ? Status() : backward_dq<Arithmetic, kHeadDim>(params, context);
 }
 
 }  // namespace jax_flash::cuda::sm90
