@@ -562,6 +562,37 @@ def _lower_blocked(compute: Callable, call: _Pass, ctx, *args, operands, options
     return mlir.lower_fun(on_one_device)(ctx.replace(avals_in=types[0], avals_out=types[1]), *args)
 
 
+def _lower_backward_bias_cuda(call: _Pass, ctx, *args, **params):
+    """Parts of the batch are summed by different thread blocks, and then added in a fixed order."""
+    (dbias,) = ctx.avals_out
+    q, k = (_fold(aval, name) for name, aval in zip("qk", ctx.avals_in[:2], strict=True))
+    parts = _num_bias_parts(q, k, _fold(dbias, "dbias"))
+    if parts == 1:
+        return _lower_cuda(call, ctx, *args, **params)
+    of_parts = jax.core.ShapedArray((parts, *dbias.shape[-3:]), dbias.dtype)
+    sums = _lower_cuda(call, ctx.replace(avals_out=[of_parts]), *args, **params)
+    total = jax.core.ShapedArray(dbias.shape, dbias.dtype)
+    add = mlir.lower_fun(lambda x: jnp.sum(x, 0).reshape(total.shape), multiple_results=False)
+    return add(ctx.replace(avals_in=[of_parts], avals_out=[total]), *sums)
+
+
+def _num_bias_parts(q, k, dbias) -> int:
+    """Into how many parts the sum of dbias over the batch is divided, so that all multiprocessors have some tiles."""
+    (B, T, N, H), S = q.shape, k.shape[1]
+    if (
+        not all(isinstance(size, int) for size in (B, T, N, S))
+        or dbias.shape[0] != 1
+        or dbias.shape[2:] != (T, S)
+    ):
+        return 1
+    tiles = dbias.shape[1] * -(-T // 128) * -(-S // 128)
+    divisors = (x for x in range(1, B + 1) if B % x == 0)
+    wanted = next((x for x in divisors if x * tiles >= 4 * _HOPPER_MULTIPROCESSORS), max(B, 1))
+    # No more memory than q takes in float32.
+    fitting = [x for x in range(1, wanted + 1) if B % x == 0 and x * dbias.shape[1] * S <= B * N * H]
+    return max(fitting, default=1)
+
+
 def _lower_backward_tangent_cuda(call: _Pass, ctx, *args, **params):
     # The backward pass, which runs beside it, refuses what no kernel serves.
     if _backward_tangent_fits(*ctx.avals_in[:3]):
@@ -622,7 +653,12 @@ def _without_kernels(compute: Callable) -> dict[str, Callable]:
 
 _forward_p = _define_pass(_FORWARD, forward_avals, **_KERNELS)
 _backward_p = _define_pass(_BACKWARD, _backward_avals, **_KERNELS)
-_backward_bias_p = _define_pass(_BACKWARD_BIAS, _backward_bias_avals, **_KERNELS)
+_backward_bias_p = _define_pass(
+    _BACKWARD_BIAS,
+    _backward_bias_avals,
+    cpu=_lower_cpu,
+    cuda=_lower_backward_bias_cuda,
+)
 _tangent_p = _define_pass(_TANGENT, functools.partial(_tangent_avals, _TANGENT), **_KERNELS)
 _second_tangent_p = _define_pass(
     _SECOND_TANGENT,

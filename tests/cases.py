@@ -266,6 +266,7 @@ CASES = [
     _case("bias of heads and rows", t=131, s=70, n=3, k=1, bias=Bias("NT1", dtype="float32")),
     _case("bias of heads and keys", t=70, s=131, n=4, k=2, bias=Bias("N1S")),
     _case("bias of batch and pairs", batch=3, s=101, n=4, bias=Bias("B1TS", dtype="float32")),
+    _case("bias of many short sequences", batch=12, t=33, s=31, n=3, k=3, h=32, bias=Bias("1NTS")),
     _case("bias of pairs", batch=3, t=65, s=67, bias=Bias("TS")),
     _case("bias of keys", batch=3, s=99, h=256, bias=Bias("S")),
     _case("a bias of one", t=70, s=90, bias=Bias("1111")),

@@ -105,6 +105,28 @@ def test_parts_of_the_query_heads(q, kv, is_causal, parts, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("q", "num_keys", "dbias", "parts"),
+    [
+        ((4096, 49, 6, 32), 49, (1, 6, 49, 49), 128),  # 6 tiles each: 5.8 for a multiprocessor
+        ((384, 384, 4, 32), 384, (1, 4, 384, 384), 16),
+        ((4096, 384, 4, 32), 384, (1, 4, 384, 384), 16),
+        ((12, 33, 3, 32), 31, (1, 3, 33, 31), 12),
+        ((12, 33, 3, 32), 31, (12, 3, 33, 31), 1),  # not summed over the batch
+        ((12, 33, 3, 32), 31, (1, 3, 1, 31), 1),  # in blocks: not summed over the batch, either
+        ((4, 2048, 16, 64), 2048, (1, 16, 2048, 2048), 1),  # enough tiles
+        ((8, 512, 4, 64), 512, (1, 1, 512, 512), 4),  # all 8 would take more memory than q
+        ((0, 33, 3, 32), 31, (1, 3, 33, 31), 1),
+    ],
+)
+def test_parts_of_the_sum_over_the_batch(q, num_keys, dbias, parts):
+    """A bias that a large batch shares has few tiles, each the sum of many products."""
+    q, k, dbias = (
+        jax.core.ShapedArray(shape, jnp.bfloat16) for shape in (q, (q[0], num_keys, *q[2:]), dbias)
+    )
+    assert _primitives._num_bias_parts(q, k, dbias) == parts
+
+
+@pytest.mark.parametrize(
     ("capabilities", "head_dims", "head_dim", "head_dim_v", "dtype", "fits"),
     [
         (["8.0", "9.0"], [64, 128, 256], 256, 256, "bfloat16", True),
