@@ -10,13 +10,9 @@ set(all_float32 tf32 tf32x3)
 
 if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
   foreach(head_dim IN LISTS JAX_FLASH_HEAD_DIMS)
-    jax_flash_kernels(forward sm90 "${all_16_bit}" ${head_dim})
-    # Gradients of 96 and 192 columns run on the kernels for 128 and 256.
-    if(NOT head_dim MATCHES "^(96|192)$")
-      foreach(direction IN ITEMS backward backward_dq)
-        jax_flash_kernels(${direction} sm90 "${all_16_bit}" ${head_dim})
-      endforeach()
-    endif()
+    foreach(direction IN ITEMS forward backward backward_dq)
+      jax_flash_kernels(${direction} sm90 "${all_16_bit}" ${head_dim})
+    endforeach()
   endforeach()
 endif()
 

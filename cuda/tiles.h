@@ -198,12 +198,21 @@ struct BackwardTile {
   int kv_stages;  // buffers of keys and values; two let the next tile's load meanwhile
 };
 
-// Two warpgroups keep 64 keys each. Of a thread's 240 registers, dk and dv take head_dim, scores and their
-// gradients block_m; the general form takes some more. Above head dim 128 the two share 64 keys, with half of
-// the columns of dk and dv and half of the queries each.
+// The values that Hopper's gradients for `head_dim` serve. 128 with keys of 192 are what Multi-head Latent
+// Attention has; wider values run on the kernels for 256.
+constexpr int backward_head_dim_v(int head_dim) { return head_dim == 192 ? 128 : head_dim; }
+
+// Do two warpgroups keep dk and dv of 64 keys each? Else they share 64 keys, with half of the columns of dk
+// and dv and half of the queries each.
+constexpr bool backward_is_by_keys(int head_dim) { return head_dim + backward_head_dim_v(head_dim) <= 320; }
+
+// Of a thread's 240 registers, dk and dv of 64 keys take half of the columns of both, scores and their
+// gradients block_m; the general form takes some more, and its blocks divide or are those of lists.
 constexpr BackwardTile backward_tile(int head_dim, bool general) {
   if (head_dim <= 64) return general ? BackwardTile{64, 2, 2} : BackwardTile{128, 2, 2};  // 145, 226 KB
-  return {64, 2, 1};                                                                      // 193, 225 KB
+  if (head_dim <= 128) return {64, 2, 1};                                                 // 193 to 225 KB
+  if (head_dim <= 192) return {general ? 32 : 48, 2, 2};                                  // 200, 221 KB
+  return {64, 2, 1};                                                                      // 225 KB
 }
 
 // Does dq get a kernel of its own, though that takes 7 products instead of 5? At head dim 256 it was measured
@@ -218,10 +227,10 @@ struct BackwardDqTile {
 // A block keeps 128 rows of queries and of dout. dq takes head_dim / 2 of a thread's registers, scores and
 // their gradients block_n.
 constexpr BackwardDqTile backward_dq_tile(int head_dim, bool general) {
-  if (general) return head_dim <= 128 ? BackwardDqTile{64, 3} : BackwardDqTile{32, 2};  // up to 224, 192 KB
-  if (head_dim <= 64) return {128, 3};                                                  // 128 KB
-  if (head_dim <= 128) return {128, 2};                                                 // 192 KB
-  return {48, 2};                                                                       // 224 KB
+  if (head_dim <= 64) return {general ? 64 : 128, 3};                                    // 80, 128 KB
+  if (head_dim <= 128) return general ? BackwardDqTile{64, 3} : BackwardDqTile{128, 2};  // 160, 192 KB
+  if (head_dim <= 192) return general ? BackwardDqTile{32, 4} : BackwardDqTile{96, 2};   // 160, 200 KB
+  return {general ? 32 : 48, 2};                                                         // 192, 224 KB
 }
 
 struct TangentTile {

@@ -171,7 +171,8 @@ struct BackwardConfig {
   static constexpr bool kWithDq = kWithDq_;        // or dk and dv only
   static constexpr BackwardTile kTile = backward_tile(kHeadDim, kPolicy.is_general());
   static constexpr int kBlockM = kTile.block_m, kStages = kTile.stages, kKvStages = kTile.kv_stages;
-  static constexpr bool kByKeys = kHeadDim <= 128;  // does a consumer own 64 keys, or half of the columns?
+  static constexpr int kHeadDimV = backward_head_dim_v(kHeadDim);
+  static constexpr bool kByKeys = backward_is_by_keys(kHeadDim);  // does a consumer own 64 keys, or columns?
   static constexpr int kBlockN = kByKeys ? 128 : 64;
   // Does one thread of each consumer release the statistics for all, after bar 1? racecheck does not follow
   // that and is given a build in which every thread does so for itself.
@@ -181,10 +182,14 @@ struct BackwardConfig {
   static constexpr bool kReleasesTogether = kWithDq;
 #endif
   using Queries = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/false, kBlockN, kBlockM>;
-  static constexpr int kQueries = kByKeys ? kBlockM : kBlockM / 2;    // of a consumer's scores
-  static constexpr int kColumns = kByKeys ? kHeadDim : kHeadDim / 2;  // of a consumer's dk and dv
-  static_assert(kColumns % kChunkColumns == 0, "a consumer's columns of dk and dv must be whole chunks");
+  static constexpr int kQueries = kByKeys ? kBlockM : kBlockM / 2;       // of a consumer's scores
+  static constexpr int kColumns = kByKeys ? kHeadDim : kHeadDim / 2;     // of a consumer's dk
+  static constexpr int kColumnsV = kByKeys ? kHeadDimV : kHeadDimV / 2;  // of its dv
+  static_assert(kByKeys || (kColumns % kChunkColumns == 0 && kColumnsV == kColumns),
+                "where two consumers divide columns of dk and dv, they must get whole chunks");
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
+  // Is dout v^T issued only when the scores are transformed? It then takes no registers meanwhile.
+  static constexpr bool kTakesTurns = kPolicy.is_general() && kColumns + kColumnsV > 256;
   // setmaxnreg redistributes the 168 registers a thread that the block was launched with.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   // A consumer's part of dq [kBlockM, kHeadDim] is 64 rows: the upper or lower ones, or the left or right
@@ -194,21 +199,26 @@ struct BackwardConfig {
   static constexpr int kDqColumns = kDqByRows ? kHeadDim : kHeadDim / 2;
 
   // Shared memory: tiles of kChunks times [rows, 64] elements, swizzled.
-  static constexpr int kChunks = kHeadDim / kChunkColumns;
+  static constexpr int kChunks = ceil_div(kHeadDim, kChunkColumns);
+  static constexpr int kChunksV = ceil_div(kHeadDimV, kChunkColumns);
   static constexpr int kQChunkBytes = kBlockM * kChunkRowBytes, kKvChunkBytes = kBlockN * kChunkRowBytes;
-  static constexpr int kQBytes = kChunks * kQChunkBytes, kKvBytes = kChunks * kKvChunkBytes;
+  static constexpr int kQBytes = kChunks * kQChunkBytes, kDoutBytes = kChunksV * kQChunkBytes;
+  static constexpr int kKBytes = kChunks * kKvChunkBytes, kVBytes = kChunksV * kKvChunkBytes;
+  // From one chunk of k to the next. A product for dq must not begin amid one chunk and end in the next.
+  static constexpr int kKColumns = kWithDq && kChunkColumns % kDqColumns != 0 ? kDqColumns : kChunkColumns;
+  static_assert(kKColumns % 16 == 0 && kChunks * kKColumns >= kHeadDim);
   // ds [kBlockM, kBlockN], or p^T and ds^T [kBlockN, kBlockM]; two buffers: one is written while slower warps
   // still read the other.
   static constexpr int kDsBytes = kBlockM * kBlockN * 2, kDsStages = kWithDq || !kByKeys ? 2 : 0;
   static constexpr int kPStages = kByKeys ? 0 : 2;
-  static constexpr int kDqWarpBytes = kWithDq ? 16 * kDqColumns * 4 : 0;
-  static constexpr int kOutBytes = 16 * kColumns * 2;  // of a warp's dk, as of its dv
+  static constexpr int kOutChunks = ceil_div(kColumns, kChunkColumns);
+  static constexpr int kOutBytes = kOutChunks * 16 * kChunkRowBytes;  // of a warp's dk, and at most of its dv
+  static constexpr int kDqWarpBytes = kWithDq ? std::max(16 * kDqColumns * 4, kOutBytes) : 0;
   static constexpr int kOutPitch = kWithDq ? 16 * kChunkRowBytes : kKvChunkBytes;
-  static_assert(!kWithDq ||
-                (kOutBytes <= kDqWarpBytes && 4 * kConsumers * kOutBytes <= kDsStages * kDsBytes));
-  static constexpr int kV = kKvStages * kKvBytes, kQ = kV + kKvStages * kKvBytes;
+  static_assert(!kWithDq || 4 * kConsumers * kOutBytes <= kDsStages * kDsBytes);
+  static constexpr int kV = kKvStages * kKBytes, kQ = kV + kKvStages * kVBytes;
   static constexpr int kDout = kQ + kStages * kQBytes;
-  static constexpr int kDs = kDout + kStages * kQBytes, kP = kDs + kDsStages * kDsBytes;
+  static constexpr int kDs = kDout + kStages * kDoutBytes, kP = kDs + kDsStages * kDsBytes;
   static constexpr int kDq = kP + kPStages * kDsBytes;
   using WarpBias = BiasBuffer</*kTransposed=*/true, kQueries>;
   static_assert(kByKeys || !kPolicy.may_stage_bias());
@@ -218,6 +228,8 @@ struct BackwardConfig {
   static constexpr int kBarriers = kDelta + kStages * kBlockM * 4,
                        kNumBarriers = 4 * kStages + 3 * kKvStages + 2;
   static constexpr int kItems = kBarriers + 8 * kNumBarriers, kSharedBytes = kItems + ItemRing::kBytes;
+  static_assert(kQChunkBytes % 1024 == 0 && kKvChunkBytes % 1024 == 0,
+                "wgmma wants tiles aligned to 1024 bytes");
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
@@ -227,11 +239,13 @@ struct BackwardShared {
   uint32_t base;
 
   __device__ uint32_t sK(int stage, int row) const {
-    return base + stage * Config::kKvBytes + row * kChunkRowBytes;
+    return base + stage * Config::kKBytes + row * kChunkRowBytes;
   }
-  __device__ uint32_t sV(int stage, int row) const { return sK(stage, row) + Config::kV; }
+  __device__ uint32_t sV(int stage, int row) const {
+    return base + Config::kV + stage * Config::kVBytes + row * kChunkRowBytes;
+  }
   __device__ uint32_t sQ(int stage) const { return base + Config::kQ + stage * Config::kQBytes; }
-  __device__ uint32_t sDout(int stage) const { return base + Config::kDout + stage * Config::kQBytes; }
+  __device__ uint32_t sDout(int stage) const { return base + Config::kDout + stage * Config::kDoutBytes; }
   // In chunks of 64 columns: keys of ds, queries of p^T and ds^T.
   __device__ uint32_t sDs(int stage) const { return base + Config::kDs + stage * Config::kDsBytes; }
   __device__ uint32_t sP(int stage) const { return base + Config::kP + stage * Config::kDsBytes; }
@@ -347,7 +361,9 @@ struct BackwardLoader {
   template <bool kIsQueries>
   __device__ __forceinline__ void load_rows(const BackwardTileWork<Config>& work) {
     constexpr int kBlockM = Config::kBlockM;
-    using Loader = TileLoader<Config::kChunks>;
+    constexpr int kChunks = kIsQueries ? Config::kChunks : Config::kChunksV;
+    using KeyLoader = TileLoader<kChunks, kIsQueries ? Config::kKColumns : kChunkColumns>;
+    using RowLoader = TileLoader<kChunks>;
     const BackwardParams& params = arguments.params;
     const int kv_stage = kv_ring.stage;
     const uint32_t full_kv = kv_ring.full(kIsQueries ? shared.kKeys : shared.kValues);
@@ -360,30 +376,34 @@ struct BackwardLoader {
       return;
     }
     const uint32_t tail = shared.tail(kIsQueries ? 0 : 1);
-    Loader keys{kIsQueries ? arguments.k_map : arguments.v_map,
-                work.batch,
-                work.mask.kv_length,
-                static_cast<int>(params.seqlen_kv),
-                ptx::kEvictFirst,
-                tail,
-                tail_parity};
+    KeyLoader keys{kIsQueries ? arguments.k_map : arguments.v_map,
+                   work.batch,
+                   work.mask.kv_length,
+                   static_cast<int>(params.seqlen_kv),
+                   ptx::kEvictFirst,
+                   tail,
+                   tail_parity};
     keys.template load<Config::kBlockN>(kIsQueries ? shared.sK(kv_stage, 0) : shared.sV(kv_stage, 0), full_kv,
                                         work.kv_head, work.n_start);
-    Loader rows{kIsQueries ? arguments.q_map : arguments.dout_map,
-                work.batch,
-                work.mask.q_length,
-                static_cast<int>(params.seqlen_q),
-                ptx::kEvictLast,
-                tail,
-                keys.tail_parity};
+    RowLoader rows{kIsQueries ? arguments.q_map : arguments.dout_map,
+                   work.batch,
+                   work.mask.q_length,
+                   static_cast<int>(params.seqlen_q),
+                   ptx::kEvictLast,
+                   tail,
+                   keys.tail_parity};
     const int part_heads = arguments.part_heads;
     auto ring = kIsQueries ? q_ring : shared.dout_ring().at(q_ring);
 #pragma unroll 1
     for (int head = work.part * part_heads; head < (work.part + 1) * part_heads; ++head) {
       const typename Config::Queries queries = work.queries(params, head);
-      const int last = queries.count - 1;
-      const bool has_tail = last >= 0 && rows.template has_tail<kBlockM>(queries.start(last));
-      const int whole = queries.count - (has_tail ? 1 : 0);
+      // Small blocks of a list: those of its last entry may all have a tail.
+      constexpr int kMaxTails = Config::Queries::kBlocksInUnit;
+      int whole = queries.count;
+#pragma unroll
+      for (int i = 0; i < kMaxTails; ++i) {
+        if (whole > 0 && rows.template has_tail<kBlockM>(queries.start(whole - 1))) --whole;
+      }
       if (ptx::elect_one()) {
         auto at = ring;
 #pragma unroll 1
@@ -395,10 +415,11 @@ struct BackwardLoader {
       }
       __syncwarp();
       ring.advance(whole);
-      if (has_tail) {
+#pragma unroll 1
+      for (int i = whole; i < queries.count; ++i) {
         ring.wait_empty();
         __syncwarp();
-        rows.template load<kBlockM>(tile<kIsQueries>(ring.stage), ring.full(), head, queries.start(last));
+        rows.template load<kBlockM>(tile<kIsQueries>(ring.stage), ring.full(), head, queries.start(i));
         ring.advance();
       }
     }
@@ -419,11 +440,22 @@ struct BackwardLoader {
         const typename Config::Queries queries = work.queries(params, head);
 #pragma unroll 1
         for (int block = 0; block < queries.count; ++block) {
-          const int64_t first = row + queries.start(block);
+          const int start = queries.start(block);
           at.wait_empty();
-          ptx::barrier_arrive_expect(at.full(), 2 * kBytes);
-          ptx::bulk_load(shared.sLse(at.stage), params.lse_log2 + first, kBytes, at.full());
-          ptx::bulk_load(shared.sDelta(at.stage), params.delta + first, kBytes, at.full());
+          int bytes = kBytes;
+          if constexpr (kStatsRows % Config::kBlockM != 0) {
+            // A block may end after the last row that has statistics.
+            const int rows = min(Config::kBlockM, static_cast<int>(stats_length(params.seqlen_q)) - start);
+            bytes = 4 * rows;
+            const float infinities[4] = {INFINITY, INFINITY, INFINITY, INFINITY}, zeros[4] = {};
+            for (int i = rows; i < Config::kBlockM; i += 4) {
+              ptx::store_shared_x4(shared.sLse(at.stage) + 4 * i, infinities);
+              ptx::store_shared_x4(shared.sDelta(at.stage) + 4 * i, zeros);
+            }
+          }
+          ptx::barrier_arrive_expect(at.full(), 2 * bytes);
+          ptx::bulk_load(shared.sLse(at.stage), params.lse_log2 + row + start, bytes, at.full());
+          ptx::bulk_load(shared.sDelta(at.stage), params.delta + row + start, bytes, at.full());
           at.advance();
         }
       }
@@ -453,7 +485,8 @@ struct BackwardConsumer {
   // there: half of those of 128 queries, all of 64, as measured to be fastest.
   static constexpr int kEarlyTiles = std::min(kTiles, 8);
   using RowStats = float[kTiles][2];               // lse or delta of a lane's queries
-  using Sum = float[1][Config::kColumns / 8][4];   // [64 keys, kColumns]
+  using Dk = float[1][Config::kColumns / 8][4];    // [64 keys, kColumns]
+  using Dv = float[1][Config::kColumnsV / 8][4];   // [64 keys, kColumnsV]
   using Dq = float[1][Config::kDqColumns / 8][4];  // [64 queries, kDqColumns]
 
   const BackwardArguments& arguments;
@@ -464,7 +497,8 @@ struct BackwardConsumer {
   int ds_stage = 0;
   typename BackwardShared<Config>::KvRing kv_ring = shared.kv_ring();
   bool is_first = false;  // is this the first block after a tile was written out?
-  Sum dk, dv;
+  Dk dk;
+  Dv dv;
 
   __device__ __forceinline__ BackwardConsumer(const BackwardArguments& arguments,
                                               BackwardShared<Config> shared, int consumer)
@@ -525,19 +559,23 @@ struct BackwardConsumer {
     const uint32_t sQ = shared.sQ(stage), sDout = shared.sDout(stage);
     Scores scores, ds;
     q.wait_full();
-    issue_scores(scores, uniform(shared.sK(kv_ring.stage, key_row())),
-                 uniform(sQ + query_row() * kChunkRowBytes));
+    issue_scores<kHeadDim, Config::kKColumns>(scores, uniform(shared.sK(kv_ring.stage, key_row())),
+                                              uniform(sQ + query_row() * kChunkRowBytes));
     RowStats lse_log2;
     if constexpr (!Config::kPolicy.is_general()) read_stats<0, kEarlyTiles>(lse_log2, shared.sLse(stage));
-    dout.wait_full();
-    issue_scores(ds, uniform(shared.sV(kv_ring.stage, key_row())),
-                 uniform(sDout + query_row() * kChunkRowBytes));
+    auto issue_ds = [&] {
+      dout.wait_full();
+      issue_scores<Config::kHeadDimV>(ds, uniform(shared.sV(kv_ring.stage, key_row())),
+                                      uniform(sDout + query_row() * kChunkRowBytes));
+    };
+    if (!Config::kTakesTurns) issue_ds();
 
     // ---- p = exp(q k^T - lse), ds = p * (dout v^T - delta) ----
     Operand p, ds_operand;
     const bool is_whole = work.mask.covers(m_start + query_row(), kQueries, work.n_start + key_row(), 64);
     if constexpr (Config::kPolicy.is_general()) {
-      weigh_general(work, pairs, m_start, next_m_start, is_whole, is_listed_whole, scores, ds, p, ds_operand);
+      weigh_general(work, pairs, m_start, next_m_start, is_whole, is_listed_whole, scores, ds, issue_ds, p,
+                    ds_operand);
     } else {
       weigh(work, m_start, is_whole, lse_log2, scores, ds, p, ds_operand);
     }
@@ -631,10 +669,12 @@ struct BackwardConsumer {
   }
 
   // With any pair options; ds also gets the soft cap's factor 1 - tanh^2.
+  template <class IssueDs>
   __device__ __forceinline__ void weigh_general(const BackwardTileWork<Config>& work,
                                                 const Pairs<true>& pairs, int m_start, int next_m_start,
                                                 bool is_whole, bool is_listed_whole, Scores& scores,
-                                                Scores& ds, Operand& p, Operand& ds_operand) {
+                                                Scores& ds, const IssueDs& issue_ds, Operand& p,
+                                                Operand& ds_operand) {
     const int stage = q_ring.stage, row0 = work.n_start + warp_row(), column0 = m_start + query_row();
     PairBits<kTiles> visible[1]{{~0u}}, kept[1]{{~0u}};
     if constexpr (Config::kPolicy.may_have_mask()) {
@@ -643,7 +683,7 @@ struct BackwardConsumer {
     if constexpr (Config::kPolicy.others) {
       if (pairs.has_dropout()) draw_kept(kept, pairs, row0, column0);
     }
-    ptx::wgmma_wait<1>();
+    ptx::wgmma_wait<Config::kTakesTurns ? 0 : 1>();
     ptx::keep_in_place(scores[0]);
     if constexpr (Config::kPolicy.may_stage_bias()) {
       if (has_staged_bias()) {
@@ -652,6 +692,7 @@ struct BackwardConsumer {
       }
     }
     transform_scores(scores[0], pairs, has_staged_bias(), arguments.logit, row0, column0);
+    if (Config::kTakesTurns) issue_ds();
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(ds[0]);
 #pragma unroll
@@ -696,14 +737,15 @@ struct BackwardConsumer {
     ptx::named_barrier_wait(1, 256);
   }
 
-  // scores [64, kQueries] = a [64, kHeadDim] b^T, b [kQueries, kHeadDim].
+  // scores [64, kQueries] = a [64, kDepth] b^T, b [kQueries, kDepth].
+  template <int kDepth, int kAColumns = kChunkColumns>
   __device__ __forceinline__ void issue_scores(Scores& scores, uint32_t a_tile, uint32_t b_tile) {
-    sm90::issue_scores<Arithmetic, kHeadDim>(scores, a_tile, Config::kKvChunkBytes, b_tile,
-                                             Config::kQChunkBytes);
+    sm90::issue_scores<Arithmetic, kDepth, /*kAccumulate=*/false, kAColumns>(
+        scores, a_tile, Config::kKvChunkBytes, b_tile, Config::kQChunkBytes);
   }
 
-  // sum [64, kColumns] += p^T or ds^T [64, kBlockM] times this consumer's columns of rows [kBlockM,
-  // kHeadDim].
+  // sum, dk or dv, += p^T or ds^T [64, kBlockM] times this consumer's columns of rows, q or dout.
+  template <class Sum>
   __device__ __forceinline__ void issue_gradient(Sum& sum, Operand& operand, uint32_t tile, uint32_t rows) {
     if constexpr (kByKeys) {
       issue_sum<Arithmetic>(sum, operand, rows, Config::kQChunkBytes);
@@ -784,8 +826,9 @@ struct BackwardConsumer {
   __device__ __forceinline__ void issue_dq(Dq& dq) {
     const int row = Config::kDqByRows ? 64 * consumer : 0, column = dq_column();
     const uint32_t sDs = uniform(shared.sDs(ds_stage) + row * kChunkRowBytes);
-    const uint32_t sK = uniform(shared.sK(kv_ring.stage, 0) + column / kChunkColumns * Config::kKvChunkBytes +
-                                column % kChunkColumns * 2);
+    const uint32_t sK =
+        uniform(shared.sK(kv_ring.stage, 0) + column / Config::kKColumns * Config::kKvChunkBytes +
+                column % Config::kKColumns * 2);
     issue_sum<Arithmetic, kBlockN, /*kAccumulate=*/false>(dq, sDs, Config::kQChunkBytes, sK,
                                                           Config::kKvChunkBytes);
   }
@@ -816,10 +859,13 @@ struct BackwardConsumer {
     if (Config::kWithDq) kv_ring.release_by_warpgroup();
     const BackwardParams& params = arguments.params;
     const int row0 = work.n_start + warp_row();
-    for_each_accumulator(dk, [&](int, int h, int nt, int c) {
-      if (row0 + accumulator_row(0, h) >= work.mask.kv_length)
-        dk[0][nt][2 * h + c] = dv[0][nt][2 * h + c] = 0;
-    });
+    auto hide_keys = [&](auto& sum) {
+      for_each_accumulator(sum, [&](int, int h, int nt, int c) {
+        if (row0 + accumulator_row(0, h) >= work.mask.kv_length) sum[0][nt][2 * h + c] = 0;
+      });
+    };
+    hide_keys(dk);
+    hide_keys(dv);
     const int chunk0 = kByKeys ? 0 : consumer * (Config::kChunks / 2);
     if (arguments.dk_parts.tiles) {
       if (row0 < static_cast<int>(params.seqlen_kv)) {
@@ -841,7 +887,7 @@ struct BackwardConsumer {
     __syncwarp();
     if (row0 < static_cast<int>(params.seqlen_kv) && ptx::elect_one()) {
 #pragma unroll
-      for (int chunk = 0; chunk < Config::kColumns / kChunkColumns; ++chunk) {
+      for (int chunk = 0; chunk < Config::kOutChunks; ++chunk) {
         const int column = (chunk0 + chunk) * kChunkColumns, offset = chunk * Config::kOutPitch;
         if (column < params.head_dim) {
           ptx::tensor_store(arguments.dk_map, sDk + offset, column, work.kv_head, row0, work.batch);
@@ -859,12 +905,13 @@ struct BackwardConsumer {
   }
 
   // A warp's rows of a part's sums, from `row` and chunk `chunk0` of columns on.
-  __device__ __forceinline__ void write_part(const Sum& sum, const Fragments& to,
+  template <int kSumTiles>
+  __device__ __forceinline__ void write_part(const float (&sum)[1][kSumTiles][4], const Fragments& to,
                                              const BackwardTileWork<Config>& work, int row, int chunk0) {
     const int column = chunk0 * kChunkColumns, tiles = to.column_tiles - column / Fragments::kTileColumns;
     float4* tile = reinterpret_cast<float4*>(to.tile(work.batch, work.part, row, column)) + lane_id();
 #pragma unroll
-    for (int nt = 0; nt < Config::kColumns / 8; ++nt) {
+    for (int nt = 0; nt < kSumTiles; ++nt) {
       if (nt < tiles) tile[32 * nt] = {sum[0][nt][0], sum[0][nt][1], sum[0][nt][2], sum[0][nt][3]};
     }
   }
@@ -960,7 +1007,8 @@ Status backward_dq(const BackwardParams& params, const LaunchContext& context);
 template <class Arithmetic, int kHeadDim>
 Status backward(const BackwardParams& params, const LaunchContext& context) {
   using Element = typename Arithmetic::Element;
-  if (!is_served(params, context)) return Status::not_served();
+  if (!is_served(params, context) || params.head_dim_v > backward_head_dim_v(kHeadDim))
+    return Status::not_served();
   auto launch_form = [&]<bool kWithDq>() {
     constexpr PairPolicy kGeneral = kHeadDim <= 128 ? kAnyPairs : kAnyPairsUnstaged;
     return is_general(params)

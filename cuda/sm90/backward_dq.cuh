@@ -81,7 +81,7 @@ template <class Arithmetic_, int kHeadDim_, PairPolicy kPolicy_>
 struct BackwardDqConfig {
   using Arithmetic = Arithmetic_;
   using Element = typename Arithmetic::Element;
-  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = backward_head_dim_v(kHeadDim);
   static constexpr PairPolicy kPolicy = kPolicy_;  // the pair options that the kernel handles
   static constexpr BackwardDqTile kTile = backward_dq_tile(kHeadDim, kPolicy.is_general());
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
@@ -90,12 +90,13 @@ struct BackwardDqConfig {
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
   // Shared memory: tiles of kChunks times [rows, 64] elements, swizzled.
-  static_assert(kHeadDim % kChunkColumns == 0, "rows must be whole chunks");
-  static constexpr int kChunks = kHeadDim / kChunkColumns;
+  static constexpr int kChunks = ceil_div(kHeadDim, kChunkColumns);
+  static constexpr int kChunksV = ceil_div(kHeadDimV, kChunkColumns);
   static constexpr int kQChunkBytes = kBlockM * kChunkRowBytes, kKvChunkBytes = kBlockN * kChunkRowBytes;
-  static constexpr int kQBytes = kChunks * kQChunkBytes, kKvBytes = kChunks * kKvChunkBytes;
-  static constexpr int kDout = kQBytes, kK = 2 * kQBytes, kV = kK + kStages * kKvBytes;
-  static constexpr int kBarriers = kV + kStages * kKvBytes, kNumBarriers = 4 * kStages + 4;
+  static constexpr int kQBytes = kChunks * kQChunkBytes, kDoutBytes = kChunksV * kQChunkBytes;
+  static constexpr int kKBytes = kChunks * kKvChunkBytes, kVBytes = kChunksV * kKvChunkBytes;
+  static constexpr int kDout = kQBytes, kK = kDout + kDoutBytes, kV = kK + kStages * kKBytes;
+  static constexpr int kBarriers = kV + kStages * kVBytes, kNumBarriers = 4 * kStages + 4;
   static constexpr int kSharedBytes = kBarriers + 8 * kNumBarriers;
   static_assert(kKvChunkBytes % 1024 == 0, "wgmma wants tiles aligned to 1024 bytes");
   static_assert(kSharedBytes <= 227 * 1024);
@@ -108,8 +109,8 @@ struct BackwardDqShared {
 
   __device__ uint32_t sQ(int row) const { return base + row * kChunkRowBytes; }
   __device__ uint32_t sDout(int row) const { return base + Config::kDout + row * kChunkRowBytes; }
-  __device__ uint32_t sK(int stage) const { return base + Config::kK + stage * Config::kKvBytes; }
-  __device__ uint32_t sV(int stage) const { return base + Config::kV + stage * Config::kKvBytes; }
+  __device__ uint32_t sK(int stage) const { return base + Config::kK + stage * Config::kKBytes; }
+  __device__ uint32_t sV(int stage) const { return base + Config::kV + stage * Config::kVBytes; }
 
   using KvRing = Ring<Config::kStages>;
   __device__ KvRing k_ring() const { return {barrier(0)}; }
@@ -159,7 +160,7 @@ __device__ __forceinline__ void load_for_dq(const BackwardDqArguments& arguments
                                             BackwardDqShared<Config> shared,
                                             const BackwardDqWork<Config>& work) {
   constexpr int kBlockN = Config::kBlockN;
-  using Loader = TileLoader<Config::kChunks>;
+  using Loader = TileLoader<kIsKeys ? Config::kChunks : Config::kChunksV>;
   if (work.keys.count == 0) return;
   const uint32_t tail = shared.tail(kIsKeys ? 0 : 1);
   Loader rows{kIsKeys ? arguments.q_map : arguments.dout_map,
@@ -254,8 +255,9 @@ struct BackwardDqConsumer {
     issue_scores<Arithmetic, kHeadDim>(scores, uniform(shared.sQ(64 * consumer)), Config::kQChunkBytes,
                                        shared.sK(k.stage), Config::kKvChunkBytes);
     v.wait_full();
-    issue_scores<Arithmetic, kHeadDim>(ds, uniform(shared.sDout(64 * consumer)), Config::kQChunkBytes,
-                                       shared.sV(v.stage), Config::kKvChunkBytes);
+    issue_scores<Arithmetic, Config::kHeadDimV>(ds, uniform(shared.sDout(64 * consumer)),
+                                                Config::kQChunkBytes, shared.sV(v.stage),
+                                                Config::kKvChunkBytes);
 
     // ---- p = exp(q k^T - lse), and for the soft cap p (1 - tanh^2) ----
     const int row0 = work.m_start + warp_row, column0 = work.keys.start(n);
@@ -387,7 +389,8 @@ Status launch_backward_dq(const BackwardParams& params, const LaunchContext& con
 
 template <class Arithmetic, int kHeadDim>
 Status backward_dq(const BackwardParams& params, const LaunchContext& context) {
-  if (!is_served(params, context)) return Status::not_served();
+  if (!is_served(params, context) || params.head_dim_v > backward_head_dim_v(kHeadDim))
+    return Status::not_served();
   return is_general(params)
              ? launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, kAnyPairsUnstaged>>(params, context)
              : launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, kNoPairs>>(params, context);

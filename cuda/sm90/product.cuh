@@ -1,5 +1,6 @@
 // Products of a warpgroup with tiles in shared memory: each is issued and committed as one group, without a
-// wait. Wide tiles are chunks of 64 columns, `pitch` bytes apart, swizzled (tensor_map.h).
+// wait. Wide tiles are chunks of 64 columns, `pitch` bytes apart, swizzled (tensor_map.h). The last one may
+// be wider than what is left.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +11,9 @@
 
 namespace jax_flash::cuda::sm90 {
 
-// acc [64, kN] = or += a [64, kDepth] b^T, b [kN, kDepth].
-template <class Arithmetic, int kDepth, bool kAccumulate = false, int kTiles>
+// acc [64, kN] = or += a [64, kDepth] b^T, b [kN, kDepth]. A chunk of a begins kAColumns after the one
+// before.
+template <class Arithmetic, int kDepth, bool kAccumulate = false, int kAColumns = kChunkColumns, int kTiles>
 __device__ __forceinline__ void issue_scores(float (&acc)[1][kTiles][4], uint32_t a_tile, int a_pitch,
                                              uint32_t b_tile, int b_pitch) {
   const uint64_t a = ptx::matrix_descriptor(a_tile, 0), b = ptx::matrix_descriptor(b_tile, 0);
@@ -19,10 +21,10 @@ __device__ __forceinline__ void issue_scores(float (&acc)[1][kTiles][4], uint32_
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kDepth / 16; ++step) {
-    const int chunk = step / 4, bytes = step % 4 * 32;
+    constexpr int kASteps = kAColumns / 16;
     ptx::Wgmma<Arithmetic, 8 * kTiles>::template shared</*kBAlongN=*/false>(
-        acc[0], a + (chunk * a_pitch + bytes) / 16, b + (chunk * b_pitch + bytes) / 16,
-        kAccumulate || step > 0);
+        acc[0], a + (step / kASteps * a_pitch + step % kASteps * 32) / 16,
+        b + (step / 4 * b_pitch + step % 4 * 32) / 16, kAccumulate || step > 0);
   }
   ptx::wgmma_commit();
 }

@@ -13,10 +13,10 @@
 
 namespace jax_flash::cuda::sm90 {
 
-// Loads swizzled tiles, kChunks times [rows, 64], of one sequence of a tensor. Only the first `length` of
-// `seqlen` rows count. The others may be NaN, and 0 * NaN is NaN: in a tile they become zeros, so that p = 0
-// is enough to mask a pair.
-template <int kChunks>
+// Loads swizzled tiles, kChunks times [rows, 64], of one sequence of a tensor; a chunk begins kColumns after
+// the one before. Only the first `length` of `seqlen` rows count. The others may be NaN, and 0 * NaN is NaN:
+// in a tile they become zeros, so that p = 0 is enough to mask a pair.
+template <int kChunks, int kColumns = kChunkColumns>
 struct TileLoader {
   const CUtensorMap& map;
   int batch, length, seqlen;
@@ -36,8 +36,8 @@ struct TileLoader {
     ptx::barrier_arrive_expect(full, kChunks * kRows * kChunkRowBytes);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      ptx::tensor_load(tile + chunk * kRows * kChunkRowBytes, map, full, chunk * kChunkColumns, head, row,
-                       batch, policy);
+      ptx::tensor_load(tile + chunk * kRows * kChunkRowBytes, map, full, chunk * kColumns, head, row, batch,
+                       policy);
     }
   }
 
