@@ -53,6 +53,10 @@ def set_local_gpus(monkeypatch, *capabilities: str) -> None:
         (["9.0", "9.0"], 136, 64, "float16", False),
         (["9.0"], 64, 136, "bfloat16", False),
         (["9.0"], 128, 128, "bfloat16", True),  # one kernel for all gradients
+        (["9.0"], 96, 96, "bfloat16", True),
+        (["9.0"], 96, 104, "bfloat16", True),
+        (["9.0"], 192, 128, "bfloat16", False),
+        (["9.0"], 192, 192, "float16", False),
         (["9.0"], 132, 256, "bfloat16", True),  # not supported by the Hopper kernels
         (["9.0"], 256, 132, "bfloat16", True),
         (["9.0"], 256, 256, "float32", True),  # no such kernel
@@ -64,7 +68,9 @@ def set_local_gpus(monkeypatch, *capabilities: str) -> None:
 def test_room_for_sums_of_dq(capabilities, head_dim, head_dim_v, dtype, sums, monkeypatch):
     """There is none if the kernels certain to run are Hopper's that leave dq to a separate kernel."""
     set_local_gpus(monkeypatch, *capabilities)
-    kernels = [f"backward sm90 {x} {size}" for x in ("bfloat16", "float16") for size in (64, 128, 256)]
+    kernels = [
+        f"backward sm90 {x} {size}" for x in ("bfloat16", "float16") for size in (64, 96, 128, 192, 256)
+    ]
     kernels += ["forward sm90 bfloat16 256", "backward sm80 tf32 256", "backward_dq sm90 bfloat16 256"]
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
     q, v = (jax.core.ShapedArray((2, 100, 4, size), jnp.dtype(dtype)) for size in (head_dim, head_dim_v))

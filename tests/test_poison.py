@@ -16,9 +16,9 @@ LENGTHS = dict(query_seq_lengths=(65, 0, 150, 127), key_value_seq_lengths=(99, 1
 FLOATS = quick.rows([np.nan, np.inf, -np.inf], quick=[np.nan])
 
 
-def arrays(dtype: str, seed: int = 0) -> list[np.ndarray]:
+def arrays(dtype: str, seed: int = 0, h: int = 40, hv: int = 24) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
-    shapes = [(4, QUERIES, 4, 40), (4, KEYS, 2, 40), (4, KEYS, 2, 24), (4, QUERIES, 4, 24), (4, QUERIES, 4)]
+    shapes = [(4, QUERIES, 4, h), (4, KEYS, 2, h), (4, KEYS, 2, hv), (4, QUERIES, 4, hv), (4, QUERIES, 4)]
     q, k, v, dout, dlse = (rng.standard_normal(shape) for shape in shapes)
     lse_dtype = np.float64 if dtype == "float64" else np.float32
     return [x.astype(DTYPES[dtype]) for x in (q, k, v, dout)] + [dlse.astype(lse_dtype)]
@@ -89,11 +89,19 @@ def test_beyond_the_lengths_nothing_leaks(kind, is_causal, poison, platform):
         assert not got.dv[b, keys:].any()
 
 
+@pytest.mark.parametrize(
+    ("h", "hv"), quick.rows([(40, 24), (96, 96), (192, 128), (256, 256)], quick=[(40, 24)], unpack=True)
+)
+@pytest.mark.parametrize("has_segments", [False, True], ids=["blocks in order", "blocks from a list"])
 @pytest.mark.parametrize("poison", FLOATS)
-def test_beyond_the_lengths_nothing_leaks_into_unordered_sums(poison, cuda):
+def test_beyond_the_lengths_nothing_leaks_into_unordered_sums(poison, has_segments, h, hv, cuda):
     """Sums in any order cannot be compared by bits, but must be as close as without the NaN."""
     operands = {name: np.array(x, np.int32) for name, x in LENGTHS.items()}
-    inputs = arrays("bfloat16")
+    if has_segments:
+        operands["segment_ids"] = tuple(
+            np.arange(4 * x, dtype=np.int32).reshape(4, x) // 80 for x in (QUERIES, KEYS)
+        )
+    inputs = arrays("bfloat16", h=h, hv=hv)
     want = oracle.attention(*inputs, **operands)
     naive = oracle.attention(*inputs, **operands, arithmetic=oracle.arithmetic_of("bfloat16"))
     for b in range(4):
