@@ -94,7 +94,7 @@ def test_beyond_the_lengths_nothing_leaks(kind, is_causal, poison, platform):
 )
 @pytest.mark.parametrize("has_segments", [False, True], ids=["blocks in order", "blocks from a list"])
 @pytest.mark.parametrize("poison", FLOATS)
-def test_beyond_the_lengths_nothing_leaks_into_unordered_sums(poison, has_segments, h, hv, cuda):
+def test_beyond_the_lengths_nothing_leaks_into_unordered_sums(poison, has_segments, h, hv, platform):
     """Sums in any order cannot be compared by bits, but must be as close as without the NaN."""
     operands = {name: np.array(x, np.int32) for name, x in LENGTHS.items()}
     if has_segments:
