@@ -207,16 +207,19 @@ constexpr int backward_head_dim_v(int head_dim) { return head_dim == 192 ? 128 :
 constexpr bool backward_is_by_keys(int head_dim) { return head_dim + backward_head_dim_v(head_dim) <= 320; }
 
 // Of a thread's 240 registers, dk and dv of 64 keys take half of the columns of both, scores and their
-// gradients block_m; the general form takes some more, and its blocks divide or are those of lists.
+// gradients block_m; the general form takes some more. Its blocks are those of lists (visibility.cuh) or
+// divide them.
 constexpr BackwardTile backward_tile(int head_dim, bool general) {
   if (head_dim <= 64) return general ? BackwardTile{64, 2, 2} : BackwardTile{128, 2, 2};  // 145, 226 KB
-  if (head_dim <= 128) return {64, 2, 1};                                                 // 193 to 225 KB
-  if (head_dim <= 192) return {general ? 32 : 48, 2, 2};                                  // 200, 221 KB
+  if (head_dim <= 128) return {64, 2, 1};                                                 // 193, 209 KB
+  if (head_dim <= 192) return {general ? 32 : 48, 2, 2};                                  // 201, 221 KB
   return {64, 2, 1};                                                                      // 225 KB
 }
 
 // Does dq get a kernel of its own, though that takes 7 products instead of 5? At head dim 256 it was measured
-// to be 4 to 6 % faster. (jax_flash/_primitives.py relies on this: it then gives no memory for sums of dq.)
+// to be 4 to 6 % faster. At 192, one kernel has neither registers nor shared memory for 128 keys, and with 64
+// its operands and sums of dq would pass through shared memory for longer than the products of both kernels
+// take. (jax_flash/_primitives.py relies on this: it then gives no memory for sums of dq.)
 constexpr bool backward_is_split(int head_dim) { return head_dim > 128; }
 
 struct BackwardDqTile {

@@ -1,15 +1,15 @@
 // Backward attention for Hopper (compute capability 9.0a): wgmma products, TMA copies, specialized warps, in
 // the order of Shah et al., FlashAttention-3, arXiv:2407.08608.
 //
-// dK/dV split over keys: a thread block owns 128 rows of k and v of one key head (64 above head dim 128) and
+// dK/dV split over keys: a thread block owns 128 rows of k and v of one key head (64 at head dim 256) and
 // keeps the float32 sums dk and dv in registers. It walks the blocks of queries that may see them, in every
 // query head of the group, recomputes the probabilities from lse and adds
 //
 //   dv += p^T dout        ds = p * (dout v^T - delta)        dk += ds^T q        dq += ds k
 //
 // Scores are transposed, 64 keys in each of two consumer warpgroups, so that p^T and ds^T are operands as
-// they lie in registers. Only dq needs ds of both consumers: it goes through shared memory. Above head dim
-// 128, dk and dv of that many keys do not fit in registers. There both consumers share 64 keys, compute the
+// they lie in registers. Only dq needs ds of both consumers: it goes through shared memory. At head dim
+// 256, dk and dv of that many keys do not fit in registers. There both consumers share 64 keys, compute the
 // scores of half of the queries each, and own half of the columns of dk and dv, so that p^T and ds^T go
 // through shared memory.
 //
@@ -171,8 +171,9 @@ struct BackwardConfig {
   static constexpr bool kWithDq = kWithDq_;        // or dk and dv only
   static constexpr BackwardTile kTile = backward_tile(kHeadDim, kPolicy.is_general());
   static constexpr int kBlockM = kTile.block_m, kStages = kTile.stages, kKvStages = kTile.kv_stages;
-  static constexpr int kHeadDimV = backward_head_dim_v(kHeadDim);
-  static constexpr bool kByKeys = backward_is_by_keys(kHeadDim);  // does a consumer own 64 keys, or columns?
+  static constexpr int kHeadDimV = backward_head_dim_v(kHeadDim);  // the columns of v and dout
+  // Does a consumer own 64 keys, or half of the columns?
+  static constexpr bool kByKeys = backward_is_by_keys(kHeadDim);
   static constexpr int kBlockN = kByKeys ? 128 : 64;
   // Does one thread of each consumer release the statistics for all, after bar 1? racecheck does not follow
   // that and is given a build in which every thread does so for itself.
@@ -188,7 +189,7 @@ struct BackwardConfig {
   static_assert(kByKeys || (kColumns % kChunkColumns == 0 && kColumnsV == kColumns),
                 "where two consumers divide columns of dk and dv, they must get whole chunks");
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
-  // Is dout v^T issued only when the scores are transformed? It then takes no registers meanwhile.
+  // Is dout v^T issued only when the scores are transformed? Until then it needs no registers.
   static constexpr bool kTakesTurns = kPolicy.is_general() && kColumns + kColumnsV > 256;
   // setmaxnreg redistributes the 168 registers a thread that the block was launched with.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
