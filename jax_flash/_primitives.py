@@ -466,7 +466,7 @@ def _sums_dq(q, v) -> bool:
 def _num_parts(q, k, v, is_causal: bool) -> int:
     """Into how many parts Hopper's backward kernel divides the query heads of all key heads; 0: it does not.
 
-    A tile has 128 keys (64 above head dim 128) of one part, and its multiprocessors should all have about as many. So
+    A tile has 128 keys (64 at head dim 256) of one part, and its multiprocessors should all have about as many. So
     with few key heads a part is less than a key head's group. The sums of dk and dv of each part are written and read
     in float32.
     """
@@ -474,7 +474,7 @@ def _num_parts(q, k, v, is_causal: bool) -> int:
     head_dim = _hopper_head_dim(q, v)
     if not head_dim or K == 0 or N == K or not all(isinstance(size, int) for size in (B, T, N, S, K)):
         return 0
-    tiles = -(-S // (128 if head_dim <= 128 else 64))
+    tiles = -(-S // (128 if head_dim < 256 else 64))
     items = B * K * ((tiles + 1) // 2 if is_causal and T == S else tiles)  # causal tiles are taken in pairs
 
     def busy(parts: int) -> float:
@@ -495,7 +495,9 @@ def _hopper_head_dim(q, v) -> int:
     head_dims = q.shape[-1], v.shape[-1]
     if not is_hopper or any(head_dim % 8 for head_dim in head_dims):
         return 0
-    return _kernel_head_dim("backward sm90", q.dtype, max(head_dims))
+    # The kernel for 192 takes values of up to 128 (backward_head_dim_v in cuda/tiles.h).
+    smallest = 193 if v.shape[-1] > 128 else 1
+    return _kernel_head_dim("backward sm90", q.dtype, max(*head_dims, smallest))
 
 
 def _kernel_head_dim(kind: str, dtype, head_dim: int) -> int:

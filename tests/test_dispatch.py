@@ -9,6 +9,7 @@ import types
 import emulated
 import harness
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -84,6 +85,8 @@ def test_room_for_sums_of_dq(capabilities, head_dim, head_dim_v, dtype, sums, mo
         ((1, 4096, 32, 128), (4096, 1), False, 4),  # 32 tiles a part
         ((1, 4096, 32, 128), (4000, 1), True, 4),  # not a triangle: tiles one by one
         ((1, 4096, 32, 256), (4096, 1), False, 2),  # tiles of 64 keys
+        ((1, 4096, 32, 192), (4096, 1, 128), False, 4),  # tiles of 128 keys
+        ((1, 4096, 32, 192), (4096, 1, 136), False, 2),  # values too wide for that kernel
         ((1, 16384, 64, 128), (16384, 8), True, 0),  # 512 pairs of tiles
         ((1, 4096, 16, 128), (4096, 16), False, 0),  # nothing to divide
         ((1, 512, 32, 128), (4096, 1), False, 4),
@@ -98,9 +101,10 @@ def test_room_for_sums_of_dq(capabilities, head_dim, head_dim_v, dtype, sums, mo
 def test_parts_of_the_query_heads(q, kv, is_causal, parts, monkeypatch):
     """With few key heads, tiles take parts of the query heads, so that all multiprocessors have some."""
     set_local_gpus(monkeypatch, "9.0")
-    kernels = [f"backward sm90 bfloat16 {size}" for size in (64, 128, 256)]
+    kernels = [f"backward sm90 bfloat16 {size}" for size in (64, 96, 128, 192, 256)]
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
-    shapes = q, (q[0], *kv, q[3]), (q[0], *kv, q[3])
+    head_dim_v = (*q, *kv[2:])[-1]  # q's, if there is no other
+    shapes = q, (q[0], *kv[:2], q[3]), (q[0], *kv[:2], head_dim_v)
     q, k, v = (jax.core.ShapedArray(shape, jnp.bfloat16) for shape in shapes)
     assert _primitives._num_parts(q, k, v, is_causal) == parts
     (size,) = jax.export.symbolic_shape("b")
