@@ -445,7 +445,9 @@ def _workspace_avals(call: _Pass, avals, *, operands: tuple[str, ...], options: 
             T_mask=mask_shape[2],
             S_mask=mask_shape[3],
             sums_dq=lambda: _sums_dq(q, v),
-            num_parts=lambda: _num_parts(*(_fold(named[name], name) for name in "qkv"), options.is_causal),
+            num_parts=lambda: _num_head_parts(
+                *(_fold(named[name], name) for name in "qkv"), options.is_causal
+            ),
         )
     )
 
@@ -463,28 +465,35 @@ def _sums_dq(q, v) -> bool:
     return not head_dim or head_dim <= 128
 
 
-def _num_parts(q, k, v, is_causal: bool) -> int:
+def _num_head_parts(q, k, v, is_causal: bool) -> int:
     """Into how many parts Hopper's backward kernel divides the query heads of all key heads; 0: it does not.
 
-    A tile has 128 keys (64 at head dim 256) of one part, and its multiprocessors should all have about as many. So
-    with few key heads a part is less than a key head's group. The sums of dk and dv of each part are written and read
-    in float32.
+    A tile has 128 keys (64 at head dim 256) of one part, and all multiprocessors should have about as many. So with
+    few key heads a part is less than a key head's group. The sums of dk and dv of each part are written and read in
+    float32.
     """
     (B, T, N, _), (_, S, K, _) = q.shape, k.shape
     head_dim = _hopper_head_dim(q, v)
     if not head_dim or K == 0 or N == K or not all(isinstance(size, int) for size in (B, T, N, S, K)):
         return 0
-    tiles = -(-S // (128 if head_dim < 256 else 64))
-    items = B * K * ((tiles + 1) // 2 if is_causal and T == S else tiles)  # causal tiles are taken in pairs
+    group, blocks = N // K, -(-S // (128 if head_dim < 256 else 64))
+    is_triangle = is_causal and T == S
+    items = B * K * ((blocks + 1) // 2 if is_triangle else blocks)  # causal tiles are taken in pairs
 
     def busy(parts: int) -> float:
         """The share of the multiprocessors that is busy on the average."""
         rounds = -(-items * parts // _HOPPER_MULTIPROCESSORS)
         return items * parts / (rounds * _HOPPER_MULTIPROCESSORS) if rounds else 1
 
+    def are_many(parts: int) -> bool:
+        """Whether long causal tiles are taken one by one, which is faster (`has_many` of BackwardSchedule)."""
+        tiles = B * K * parts * blocks
+        return is_triangle and blocks >= 64 and tiles >= 6 * _HOPPER_MULTIPROCESSORS * group // parts
+
     # A tile that goes through few queries would take longer to write than to compute.
-    parts = [x for x in range(1, N // K + 1) if N // K % x == 0 and (x == 1 or T * (N // K) // x >= 1024)]
-    best = next((x for x in parts if busy(x) >= 0.85), max(parts, key=busy))
+    divisors = [x for x in range(1, group + 1) if group % x == 0 and (x == 1 or T * group // x >= 1024)]
+    enough = [x for x in divisors if are_many(x)] or [x for x in divisors if busy(x) >= 0.85]
+    best = enough[0] if enough else max(divisors, key=busy)
     return K * best if best > 1 else 0
 
 

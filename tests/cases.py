@@ -152,6 +152,8 @@ CASES = [
     _case("causal", is_causal=True),
     _case("causal blocks", t=320, s=320, is_causal=True),
     _case("tiles, causal", batch=1, t=520, s=520, h=128, is_causal=True),
+    _case("tiles, head dim 128", t=333, s=300, n=4, k=2, h=128),
+    _case("tiles, head dim 112", batch=1, t=90, s=140, h=112),
     _case("tiles, window", batch=1, t=450, s=700, h=128, local_window_size=(90, 5), query_offset=200),
     _case("tiles, lengths", t=300, s=400, h=72, query_seq_lengths=(300, 65), key_value_seq_lengths=(333, 1)),
     _case("causal, more keys", t=65, s=200, is_causal=True),

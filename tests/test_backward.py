@@ -41,7 +41,7 @@ def test_parts_of_the_query_heads_are_as_close(case, deterministic, platform, mo
     if platform == "cpu":
         pytest.skip("the CPU has no such parts")
     asked = []
-    monkeypatch.setattr(_primitives, "_num_parts", lambda *call: asked.append(call) or case.num_heads)
+    monkeypatch.setattr(_primitives, "_num_head_parts", lambda *call: asked.append(call) or case.num_heads)
     jax.clear_caches()
     dtype, precision, rule = next(kind for kind in harness.KINDS[platform] if kind[0] == "bfloat16")
     got, gradients = harness.run_with_operands(case, dtype, precision=precision, deterministic=deterministic)

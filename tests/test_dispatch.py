@@ -87,7 +87,10 @@ def test_room_for_sums_of_dq(capabilities, head_dim, head_dim_v, dtype, sums, mo
         ((1, 4096, 32, 256), (4096, 1), False, 2),  # tiles of 64 keys
         ((1, 4096, 32, 192), (4096, 1, 128), False, 4),  # tiles of 128 keys
         ((1, 4096, 32, 192), (4096, 1, 136), False, 2),  # values too wide for that kernel
-        ((1, 16384, 64, 128), (16384, 8), True, 0),  # 512 pairs of tiles
+        ((1, 8064, 64, 128), (8064, 8), True, 0),  # 256 pairs of tiles
+        ((1, 16384, 64, 128), (16384, 8), True, 32),  # long tiles one by one, longest first
+        ((2, 8192, 32, 128), (8192, 8), True, 16),
+        ((2, 8192, 32, 128), (8192, 8), False, 0),
         ((1, 4096, 16, 128), (4096, 16), False, 0),  # nothing to divide
         ((1, 512, 32, 128), (4096, 1), False, 4),
         ((1, 64, 32, 128), (4096, 1), False, 2),  # a tile goes through at least 1,024 queries
@@ -106,12 +109,12 @@ def test_parts_of_the_query_heads(q, kv, is_causal, parts, monkeypatch):
     head_dim_v = (*q, *kv[2:])[-1]  # q's, if there is no other
     shapes = q, (q[0], *kv[:2], q[3]), (q[0], *kv[:2], head_dim_v)
     q, k, v = (jax.core.ShapedArray(shape, jnp.bfloat16) for shape in shapes)
-    assert _primitives._num_parts(q, k, v, is_causal) == parts
+    assert _primitives._num_head_parts(q, k, v, is_causal) == parts
     (size,) = jax.export.symbolic_shape("b")
     symbolic = [jax.core.ShapedArray((size, *x.shape[1:]), x.dtype) for x in (q, k, v)]
-    assert _primitives._num_parts(*symbolic, is_causal) == 0
+    assert _primitives._num_head_parts(*symbolic, is_causal) == 0
     set_local_gpus(monkeypatch, "8.0")
-    assert _primitives._num_parts(q, k, v, is_causal) == 0
+    assert _primitives._num_head_parts(q, k, v, is_causal) == 0
 
 
 @pytest.mark.parametrize(

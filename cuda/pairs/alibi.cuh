@@ -3,6 +3,7 @@
 
 #include "accumulator.cuh"
 #include "pairs/head.cuh"
+#include "ptx/memory.h"
 #include "softmax.cuh"
 
 namespace jax_flash::cuda {
@@ -10,7 +11,11 @@ namespace jax_flash::cuda {
 // i + query_offset - j for a lane's first accumulator: an integer, exact in float32 up to 2^24.
 template <class Pairs>
 __device__ __forceinline__ float alibi_distance(const Pairs& pairs, int row0, int column0) {
-  const int row = row0 + accumulator_row(0, 0), column = column0 + accumulator_column(0, 0);
+  uint32_t first_row = row0 + accumulator_row(0, 0), first_column = column0 + accumulator_column(0, 0);
+  // Rather computed again for each block than spilled.
+  ptx::make_opaque(first_row);
+  ptx::make_opaque(first_column);
+  const int row = static_cast<int>(first_row), column = static_cast<int>(first_column);
   return static_cast<float>((Pairs::kTransposed ? column - row : row - column) + pairs.head.query_offset);
 }
 

@@ -14,7 +14,7 @@
 // through shared memory.
 //
 // Where there are too few tiles for all multiprocessors, the query heads of a key head are divided into
-// parts, each with tiles of its own, whose dk and dv are added up afterwards, in a fixed order (_num_parts in
+// parts, each with tiles of its own, whose dk and dv are added up afterwards, in a fixed order (_num_head_parts in
 // jax_flash/_primitives.py chooses how many).
 //
 // dq, which other blocks share, is added to dq_accum by the copy engine (kWithDq), or left to
@@ -295,7 +295,6 @@ struct BackwardShared {
 template <class Config>
 struct BackwardTileWork {
   int n_start, part, batch;
-  int kv_head;
   Mask mask;
   int m_begin, m_blocks;  // of each query head, if no list says which
   int all_blocks;         // of all heads of the part
@@ -303,7 +302,6 @@ struct BackwardTileWork {
   __device__ __forceinline__ BackwardTileWork(const BackwardParams& params, int n_start, int part, int batch)
       : n_start(n_start), part(part), batch(batch), mask(params, batch) {
     const int num_parts = static_cast<int>(params.num_parts);
-    kv_head = part / (num_parts / static_cast<int>(params.num_kv_heads));
     const int n_last = min(n_start + Config::kBlockN, mask.kv_length) - 1;
     const int last_query = n_last < n_start ? -1 : mask.last_query(n_last);
     m_begin = mask.first_query(n_start) / Config::kBlockM * Config::kBlockM;
@@ -315,10 +313,15 @@ struct BackwardTileWork {
 #pragma unroll 1
       for (int i = 0; i < part_heads; ++i) all_blocks += queries(params, part * part_heads + i).count;
     }
-    for (int* value : {&kv_head, &mask.lowest, &mask.highest, &mask.q_length, &mask.kv_length, &m_begin,
-                       &m_blocks, &all_blocks}) {
+    for (int* value :
+         {&mask.lowest, &mask.highest, &mask.q_length, &mask.kv_length, &m_begin, &m_blocks, &all_blocks}) {
       *value = uniform(*value);
     }
+  }
+
+  // Computed where it is needed: there is no register for it.
+  __device__ __forceinline__ int kv_head(const BackwardParams& params) const {
+    return part / static_cast<int>(params.num_parts / params.num_kv_heads);
   }
 
   // The blocks of queries of one head.
@@ -385,7 +388,7 @@ struct BackwardLoader {
                    tail,
                    tail_parity};
     keys.template load<Config::kBlockN>(kIsQueries ? shared.sK(kv_stage, 0) : shared.sV(kv_stage, 0), full_kv,
-                                        work.kv_head, work.n_start);
+                                        work.kv_head(params), work.n_start);
     RowLoader rows{kIsQueries ? arguments.q_map : arguments.dout_map,
                    work.batch,
                    work.mask.q_length,
@@ -891,10 +894,10 @@ struct BackwardConsumer {
       for (int chunk = 0; chunk < Config::kOutChunks; ++chunk) {
         const int column = (chunk0 + chunk) * kChunkColumns, offset = chunk * Config::kOutPitch;
         if (column < params.head_dim) {
-          ptx::tensor_store(arguments.dk_map, sDk + offset, column, work.kv_head, row0, work.batch);
+          ptx::tensor_store(arguments.dk_map, sDk + offset, column, work.kv_head(params), row0, work.batch);
         }
         if (column < params.head_dim_v) {
-          ptx::tensor_store(arguments.dv_map, sDv + offset, column, work.kv_head, row0, work.batch);
+          ptx::tensor_store(arguments.dv_map, sDv + offset, column, work.kv_head(params), row0, work.batch);
         }
       }
       ptx::tensor_store_commit();
