@@ -293,7 +293,7 @@ ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi
   const bool has_parts = !parts.empty() && parts[1] != 0 && workspace.dv_parts.dims[1] == parts[1];
   params->dk_parts = has_parts ? workspace.dk_parts.data : nullptr;
   params->dv_parts = has_parts ? workspace.dv_parts.data : nullptr;
-  params->num_parts = has_parts ? parts[1] : K;
+  params->num_head_parts = has_parts ? parts[1] : K;
   return call.CheckAllTaken();
 }
 

@@ -36,7 +36,7 @@ ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& par
     return dims.size() < 2 || dims[1] != 0;
   };
   // Python decides. No number of parts but what divides the query heads of each key head evenly is taken.
-  const auto num_parts = [&]() -> int64_t {
+  const auto num_head_parts = [&]() -> int64_t {
     const Dims dims = call.PeekResultDims();
     const int64_t parts = dims.size() < 2 ? 0 : dims[1];
     return parts > 0 && parts % params.num_kv_heads == 0 && N % parts == 0 ? parts : 0;

@@ -157,8 +157,7 @@ struct BackwardParams : AttentionParams {
   float* dq_accum;  // sums of 16-bit dq, in an order that suits the kernel; null if it needs none
   float* dk_parts;  // sums of 16-bit dk and dv over parts of the query heads, likewise; null: no parts
   float* dv_parts;
-  int64_t
-      num_parts;  // of the query heads of a batch element: a multiple of K that divides N; without parts K
+  int64_t num_head_parts;  // of a batch element: a multiple of K that divides N; K where there are no parts
 
   // Whether a separate kernel computes dq, which needs no sums in memory: if deterministic, or if the caller
   // gave no room for the sums.

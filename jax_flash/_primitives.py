@@ -445,7 +445,7 @@ def _workspace_avals(call: _Pass, avals, *, operands: tuple[str, ...], options: 
             T_mask=mask_shape[2],
             S_mask=mask_shape[3],
             sums_dq=lambda: _sums_dq(q, v),
-            num_parts=lambda: _num_head_parts(
+            num_head_parts=lambda: _num_head_parts(
                 *(_fold(named[name], name) for name in "qkv"), options.is_causal
             ),
         )

@@ -41,7 +41,7 @@ class Call(NamedTuple):
     T_mask: Any
     S_mask: Any
     sums_dq: Callable[[], bool]
-    num_parts: Callable[[], int]
+    num_head_parts: Callable[[], int]
 
 
 class _Row(NamedTuple):

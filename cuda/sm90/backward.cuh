@@ -14,8 +14,8 @@
 // through shared memory.
 //
 // Where there are too few tiles for all multiprocessors, the query heads of a key head are divided into
-// parts, each with tiles of its own, whose dk and dv are added up afterwards, in a fixed order (_num_head_parts in
-// jax_flash/_primitives.py chooses how many).
+// parts, each with tiles of its own, whose dk and dv are added up afterwards, in a fixed order
+// (_num_head_parts in jax_flash/_primitives.py chooses how many).
 //
 // dq, which other blocks share, is added to dq_accum by the copy engine (kWithDq), or left to
 // backward_dq.cuh: when deterministic, and where that is faster.
@@ -127,7 +127,7 @@ struct BackwardSchedule {
 
   BackwardSchedule(const BackwardParams& params, int block_n, int multiprocessors)
       : n_blocks(static_cast<int>(ceil_div(params.seqlen_kv, block_n))),
-        num_parts(static_cast<int>(params.num_parts)) {
+        num_parts(static_cast<int>(params.num_head_parts)) {
     const int64_t parts = params.batch * num_parts, pairs = (n_blocks + 1) / 2;
     // A pair is long: its last round must not leave many multiprocessors idle. And the longer and the more
     // tiles are, the less it matters that rows load while the one before ends; but a tile is as many times
@@ -301,7 +301,7 @@ struct BackwardTileWork {
 
   __device__ __forceinline__ BackwardTileWork(const BackwardParams& params, int n_start, int part, int batch)
       : n_start(n_start), part(part), batch(batch), mask(params, batch) {
-    const int num_parts = static_cast<int>(params.num_parts);
+    const int num_parts = static_cast<int>(params.num_head_parts);
     const int n_last = min(n_start + Config::kBlockN, mask.kv_length) - 1;
     const int last_query = n_last < n_start ? -1 : mask.last_query(n_last);
     m_begin = mask.first_query(n_start) / Config::kBlockM * Config::kBlockM;
@@ -321,7 +321,7 @@ struct BackwardTileWork {
 
   // Computed where it is needed: there is no register for it.
   __device__ __forceinline__ int kv_head(const BackwardParams& params) const {
-    return part / static_cast<int>(params.num_parts / params.num_kv_heads);
+    return part / static_cast<int>(params.num_head_parts / params.num_kv_heads);
   }
 
   // The blocks of queries of one head.
@@ -967,16 +967,16 @@ inline Fragments dq_sums(const BackwardParams& params) {
   return {params.dq_accum, params.batch, params.num_heads, params.seqlen_q, params.head_dim};
 }
 inline Fragments dk_parts(const BackwardParams& params) {
-  return {params.dk_parts, params.batch, params.num_parts, params.seqlen_kv, params.head_dim};
+  return {params.dk_parts, params.batch, params.num_head_parts, params.seqlen_kv, params.head_dim};
 }
 inline Fragments dv_parts(const BackwardParams& params) {
-  return {params.dv_parts, params.batch, params.num_parts, params.seqlen_kv, params.head_dim_v};
+  return {params.dv_parts, params.batch, params.num_head_parts, params.seqlen_kv, params.head_dim_v};
 }
 
 template <class Config>
 Status launch_backward(const BackwardParams& params, const LaunchContext& context) {
   using Element = typename Config::Element;
-  const int64_t tiles = ceil_div(params.seqlen_kv, Config::kBlockN) * params.num_parts * params.batch;
+  const int64_t tiles = ceil_div(params.seqlen_kv, Config::kBlockN) * params.num_head_parts * params.batch;
   if (tiles > std::numeric_limits<int32_t>::max() - context.multiprocessors) return Status::not_served();
   BackwardArguments arguments{.params = params,
                               .schedule{params, Config::kBlockN, context.multiprocessors},
@@ -985,7 +985,7 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
                               .dv_parts = dv_parts(params),
                               .logit = LogitScale(params),
                               .pairs = PairOptions(params),
-                              .part_heads = static_cast<int>(params.num_heads / params.num_parts)};
+                              .part_heads = static_cast<int>(params.num_heads / params.num_head_parts)};
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
   const bool has_maps =
@@ -1030,7 +1030,7 @@ Status backward(const BackwardParams& params, const LaunchContext& context) {
   if (!with_dq) status = launch_form.template operator()<false>();
   if (status.failed()) return status;
   if (params.dk_parts) {
-    const int parts = static_cast<int>(params.num_parts / params.num_kv_heads);
+    const int parts = static_cast<int>(params.num_head_parts / params.num_kv_heads);
     status =
         launch_convert_fragments<Element>(dk_parts(params), parts, params.dk, params.options.scale, context);
     if (status.failed()) return status;
