@@ -23,7 +23,7 @@ struct KeyBlocks {
   __device__ bool is_whole(int n_block) const { return n_block >= whole_begin && n_block < whole_end; }
 };
 
-// The next three are asked before the launch, to order and choose tiles.
+// The next four are asked before the launch, to order and choose tiles.
 
 // Does every query see every key?
 inline bool is_full(const AttentionParams& params) {
@@ -46,6 +46,11 @@ inline int64_t most_keys(const AttentionParams& params) {
   const int64_t left = options.window_left, right = options.is_causal ? 0 : options.window_right;
   const int64_t all = params.seqlen_kv;
   return left < 0 || right < 0 ? all : std::min(all, std::min(left, all) + std::min(right, all) + 1);
+}
+
+// The largest number of keys from the first to the last that any query sees, or a bound on it.
+inline int64_t key_span(const AttentionParams& params) {
+  return std::min(params.seqlen_kv, most_keys(params) + params.seqlen_q - 1);
 }
 
 struct Mask {

@@ -1,19 +1,18 @@
 // Masking: overwrites the hidden pairs of a warp's tile (accumulator.cuh), scores with -infinity and
 // probabilities and gradients with 0.
 //
-// fill_before, fill_behind and fill_hidden apply each row's interval of keys (mask.cuh); fill_unset applies a
-// bit for each pair (pairs/bits.cuh).
+// fill_before, fill_behind and fill_hidden apply each row's interval of keys, of a Mask (mask.cuh) or a
+// GroupMask (group_rows.cuh); fill_unset applies a bit for each pair (pairs/bits.cuh).
 #pragma once
 
 #include "accumulator.cuh"
-#include "mask.cuh"
 #include "pairs/bits.cuh"
 
 namespace jax_flash::cuda {
 
 // Fills the keys before the first one that a row sees, in a tile of rows m_start.. and keys n_start...
-template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void fill_before(float (&scores)[kMTiles][kNTiles][4], const Mask& mask,
+template <class RowMask, int kMTiles, int kNTiles>
+__device__ __forceinline__ void fill_before(float (&scores)[kMTiles][kNTiles][4], const RowMask& mask,
                                             int m_start, int n_start, float value) {
   // Relative to this lane's first column, so that each element compares with a constant.
   int first[kMTiles][2];
@@ -26,8 +25,8 @@ __device__ __forceinline__ void fill_before(float (&scores)[kMTiles][kNTiles][4]
 }
 
 // Fills the keys behind the last one that a row sees.
-template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void fill_behind(float (&scores)[kMTiles][kNTiles][4], const Mask& mask,
+template <class RowMask, int kMTiles, int kNTiles>
+__device__ __forceinline__ void fill_behind(float (&scores)[kMTiles][kNTiles][4], const RowMask& mask,
                                             int m_start, int n_start, float value) {
   int last[kMTiles][2];  // relative to this lane's first column
   for_each_accumulator_row(last, [&](int mt, int h) {
@@ -39,8 +38,8 @@ __device__ __forceinline__ void fill_behind(float (&scores)[kMTiles][kNTiles][4]
 }
 
 // Fills the keys on both sides.
-template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void fill_hidden(float (&scores)[kMTiles][kNTiles][4], const Mask& mask,
+template <class RowMask, int kMTiles, int kNTiles>
+__device__ __forceinline__ void fill_hidden(float (&scores)[kMTiles][kNTiles][4], const RowMask& mask,
                                             int m_start, int n_start, float value) {
   fill_before(scores, mask, m_start, n_start, value);
   fill_behind(scores, mask, m_start, n_start, value);

@@ -88,6 +88,20 @@ struct RowEnd {
   bool is_empty;     // is the row fully masked?
 };
 
+// Ends a row with this maximum (of scale_log2 * score) and sum. A sink counts as one more key, whose value is
+// 0.
+__device__ __forceinline__ RowEnd finish_row(float max_log2, float sum, float sink_log2) {
+  const bool is_empty = sum == 0;
+  float maximum = max_log2, factor = 1;
+  if (sink_log2 != -INFINITY) {
+    maximum = fmaxf(maximum, sink_log2);
+    factor = ptx::exp2_approx(max_log2 - maximum);
+    sum = sum * factor + ptx::exp2_approx(sink_log2 - maximum);
+  }
+  if (sum == 0) return {-INFINITY, 0, is_empty};
+  return {maximum * kLn2 + logf(sum), factor * ptx::reciprocal_approx(sum), is_empty};
+}
+
 // The running maximum and sum of each row of which a lane holds a part.
 template <int kMTiles>
 struct OnlineSoftmax {
@@ -196,20 +210,9 @@ struct OnlineSoftmax {
     for_each_accumulator(out, [&](int mt, int h, int nt, int c) { out[mt][nt][2 * h + c] *= factor[mt][h]; });
   }
 
-  // Adds up the lanes' sums. A sink counts as one more key, whose value is 0.
+  // Adds up the lanes' sums.
   __device__ __forceinline__ RowEnd finish(int mt, int h, float sink_log2) {
-    float total = sum[mt][h];
-    total += __shfl_xor_sync(0xffffffff, total, 1);
-    total += __shfl_xor_sync(0xffffffff, total, 2);
-    const bool is_empty = total == 0;
-    float maximum = max_log2[mt][h], factor = 1;
-    if (sink_log2 != -INFINITY) {
-      maximum = fmaxf(maximum, sink_log2);
-      factor = ptx::exp2_approx(max_log2[mt][h] - maximum);
-      total = total * factor + ptx::exp2_approx(sink_log2 - maximum);
-    }
-    if (total == 0) return {-INFINITY, 0, is_empty};
-    return {maximum * kLn2 + logf(total), factor * ptx::reciprocal_approx(total), is_empty};
+    return finish_row(max_log2[mt][h], row_sum(sum[mt][h]), sink_log2);
   }
 
  private:

@@ -9,8 +9,6 @@
 namespace jax_flash::cuda {
 namespace {
 
-enum Visibility : uint8_t { kHidden, kPartly, kWhole };
-
 // Packs 16 bytes, each 0 or 1, into 16 bits. The product moves the lowest bit of byte i to bit 24 + i.
 __device__ __forceinline__ uint32_t pack(uint4 bytes) {
   auto four = [](uint32_t x) { return (x & 0x01010101) * 0x01020408 >> 24 & 0xf; };

@@ -12,6 +12,9 @@
 
 namespace jax_flash::cuda {
 
+// Of a block of queries and keys: do mask and segments hide no pair of it, some, or all?
+enum Visibility : uint8_t { kHidden, kPartly, kWhole };
+
 // The lists of one head: for each tile of `tile` queries its blocks of `unit` keys, or the other way round.
 struct ListShape {
   bool of_queries;  // are the tiles of queries?

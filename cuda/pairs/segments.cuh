@@ -9,6 +9,12 @@
 
 namespace jax_flash::cuda {
 
+// The segment id of a row; rows beyond the end repeat the last row.
+template <class Pairs>
+__device__ __forceinline__ int32_t segment_of_row(const Pairs& pairs, int row) {
+  return __ldg(pairs.head.row_ids + min(row, pairs.row_limit() - 1));
+}
+
 // Clears the bits of pairs whose segment ids differ, in rows row0.. and columns column0... Does nothing
 // without segments.
 template <int kNTiles, class Pairs>
@@ -19,9 +25,7 @@ __device__ __forceinline__ void clear_other_segments(PairBits<kNTiles>& bits, co
   const int columns = pairs.column_limit() - column0 - accumulator_column(0, 0);
   int32_t row_id[2];
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    row_id[h] = __ldg(pairs.head.row_ids + min(row0 + accumulator_row(0, h), pairs.row_limit() - 1));
-  }
+  for (int h = 0; h < 2; ++h) row_id[h] = segment_of_row(pairs, row0 + accumulator_row(0, h));
   PairBits<kNTiles> equal{0};
   // Four tiles at a time: there are no registers for more ids.
 #pragma unroll 1

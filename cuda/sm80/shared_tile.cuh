@@ -96,9 +96,29 @@ class TileLoader {
     } else {
 #pragma unroll 1
       for (int i = 0; i < Tile::kRows; i += kRowsAtOnce) {
-        copy_unaligned(to + i * Tile::kRowBytes + (((chunk ^ (r + i)) & 7) << 4), from,
+        copy_unaligned(rows_, to + i * Tile::kRowBytes + (((chunk ^ (r + i)) & 7) << 4), from,
                        i < valid_rows ? rows_.head_dim - chunk * kChunkElements : 0);
         from += kRowsAtOnce * rows_.stride;
+      }
+    }
+  }
+
+  // Starts to copy a tile whose rows lie anywhere in `rows`: row i begins at element begin(i); where that is
+  // negative, it becomes zeros. The code is small rather than fast.
+  template <class F>
+  __device__ __forceinline__ static void load_rows(const HeadRows& rows, Tile tile, F begin) {
+    const int r = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+    const uint32_t to = tile.base + r * Tile::kRowBytes + (chunk & ~7) * 16;
+#pragma unroll 1
+    for (int i = 0; i < Tile::kRows; i += kRowsAtOnce) {
+      const int64_t first = begin(r + i);
+      const Element* from = static_cast<const Element*>(rows.data) + first + chunk * kChunkElements;
+      const int count = first < 0 ? 0 : rows.head_dim - chunk * kChunkElements;
+      const uint32_t to_row = to + i * Tile::kRowBytes + (((chunk ^ (r + i)) & 7) << 4);
+      if (rows.copy_bytes == 16) {
+        ptx::copy_async<16>(to_row, from, count > 0);
+      } else {
+        copy_unaligned(rows, to_row, from, count);
       }
     }
   }
@@ -124,11 +144,12 @@ class TileLoader {
  private:
   // Copies 16 bytes in pieces, with zeros after the first `count` elements. Rare, so the code is small rather
   // than fast.
-  __device__ __forceinline__ void copy_unaligned(uint32_t to, const Element* from, int count) const {
+  __device__ __forceinline__ static void copy_unaligned(const HeadRows& rows, uint32_t to,
+                                                        const Element* from, int count) {
 #pragma unroll 1
     for (int word = 0; word < 4; ++word) {
       const int first = word * (kChunkElements / 4);
-      if (rows_.copy_bytes == 4) {
+      if (rows.copy_bytes == 4) {
         ptx::copy_async<4>(to + 4 * word, from + first, first < count);
       } else {
         const uint16_t* halves = reinterpret_cast<const uint16_t*>(from + first);
