@@ -16,6 +16,7 @@ ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& par
   if (!call.is_for_cuda()) return ffi::Error::Success();
 
   // The names of workspace.def. Python has the same: `Call` of jax_flash/_workspace.py.
+  const bool is_forward = pass == Pass::kForward;
   const bool is_backward = pass == Pass::kBackward;
   const bool is_backward_tangent = pass == Pass::kBackwardTangent;
   const bool is_gradient = is_backward || pass == Pass::kBackwardBias || is_backward_tangent;
@@ -30,7 +31,11 @@ ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& par
   const auto ceil_div = [](int64_t size, int64_t unit) { return (size + unit - 1) / unit; };
   const auto round_up = [&](int64_t size, int64_t unit) { return ceil_div(size, unit) * unit; };
   const auto blocks = NumBlocks;
-  // Python decides. dq_accum is the next result when the table asks, and has rows or not.
+  // Python decides about these two. The array is the next result when the table asks.
+  const auto num_key_parts = [&] {
+    const Dims dims = call.PeekResultDims();
+    return dims.empty() ? 0 : dims[0];
+  };
   const auto sums_dq = [&] {
     const Dims dims = call.PeekResultDims();
     return dims.size() < 2 || dims[1] != 0;

@@ -12,6 +12,7 @@
 #include "sm80/backward_bias.cuh"
 #include "sm80/backward_dq.cuh"
 #include "sm80/backward_tangent.cuh"
+#include "sm80/decode.cuh"
 #include "sm80/forward.cuh"
 #include "sm80/tangent.cuh"
 #include "sm90/backward.cuh"
@@ -32,7 +33,7 @@
 namespace jax_flash::cuda {
 namespace {
 
-enum class Direction { forward, backward, backward_dq, backward_bias, tangent, backward_tangent };
+enum class Direction { forward, decode, backward, backward_dq, backward_bias, tangent, backward_tangent };
 enum class Arithmetic { bfloat16, float16, tf32, tf32x3 };
 
 struct Kernel {
@@ -100,17 +101,27 @@ struct Context : LaunchContext {
   std::string only_arch;  // tests restrict the kernels to this one; empty: all
 };
 
-// Runs the first kernel of the list that does what is asked on this card.
+// Runs the first kernel of the list that does what is asked on this card, if there is one.
+Status try_kernels(Direction direction, const AttentionParams& params, const Context& context) {
+  const int64_t head_dim = std::max(params.head_dim, params.head_dim_v);
+  for (const Kernel& kernel : kKernels) {
+    if (kernel.direction != direction || kernel.arithmetic != arithmetic_of(params) ||
+        head_dim > kernel.head_dim || (!context.only_arch.empty() && kernel.arch != context.only_arch))
+      continue;
+    if (const Status status = kernel.run(params, context); status.is_served()) return status;
+  }
+  return Status::not_served();
+}
+
+// The same, with a sentence if there is none.
 std::string run_kernel(Direction direction, const AttentionParams& params, const Context& context) {
+  const Status status = try_kernels(direction, params, context);
+  if (status.is_served()) return describe(status.error());
   const int64_t head_dim = std::max(params.head_dim, params.head_dim_v);
   int64_t largest = 0;
   for (const Kernel& kernel : kKernels) {
-    if (kernel.direction != direction || kernel.arithmetic != arithmetic_of(params)) continue;
-    largest = std::max(largest, kernel.head_dim);
-    if (head_dim > kernel.head_dim || (!context.only_arch.empty() && kernel.arch != context.only_arch))
-      continue;
-    const Status status = kernel.run(params, context);
-    if (status.is_served()) return describe(status.error());
+    if (kernel.direction == direction && kernel.arithmetic == arithmetic_of(params))
+      largest = std::max(largest, kernel.head_dim);
   }
   const std::string refusal =
       head_dim > largest
@@ -171,6 +182,10 @@ std::string run_forward(const ForwardParams& params, cudaStream_t stream, int de
   if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
   if (const Status status = launch_visibility(params, context); status.failed())
     return describe(status.error());
+  if (params.num_key_parts > 0) {
+    const Status status = try_kernels(Direction::decode, params, context);
+    if (status.is_served()) return describe(status.error());
+  }
   return run_kernel(Direction::forward, params, context);
 }
 

@@ -33,7 +33,7 @@ set(sm80_head_dims ${JAX_FLASH_HEAD_DIMS})
 list(REMOVE_ITEM sm80_head_dims 96 192)
 foreach(head_dim IN LISTS sm80_head_dims)
   foreach(arithmetics IN ITEMS all_16_bit all_float32)
-    foreach(direction IN ITEMS forward backward backward_dq tangent backward_tangent)
+    foreach(direction IN ITEMS forward decode backward backward_dq tangent backward_tangent)
       # No tile of backward_tangent fits into shared memory for float32 and more columns than 128.
       if(NOT (direction STREQUAL "backward_tangent" AND arithmetics STREQUAL "all_float32" AND head_dim GREATER 128))
         jax_flash_kernels(${direction} sm80 "${${arithmetics}}" ${head_dim})

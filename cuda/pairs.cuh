@@ -3,6 +3,7 @@
 //   pairs/policy.cuh     which of them a main loop handles, at compile time
 //   pairs/options.cuh    which of them a call has, at run time
 //   pairs/head.cuh       where the arrays of one batch element and query head lie
+//   pairs/group.cuh      the same for rows that are all query heads of a key head
 //   pairs/bias.cuh       the bias, through shared memory or in place
 //   pairs/alibi.cuh      ALiBi
 //   pairs/mask_bits.cuh  the mask, as bits
@@ -20,6 +21,7 @@
 #include "pairs/bias.cuh"
 #include "pairs/bits.cuh"
 #include "pairs/dropout.cuh"
+#include "pairs/group.cuh"
 #include "pairs/head.cuh"
 #include "pairs/mask_bits.cuh"
 #include "pairs/options.cuh"

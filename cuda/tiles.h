@@ -30,6 +30,29 @@ constexpr ForwardTile forward_tile(int element_bytes, int head_dim) {
   return {64, 16, 4, 2, 2};                        // 96 KB
 }
 
+// A kernel that is bound by memory: what counts is how many bytes are on their way.
+struct DecodeTile {
+  int row_warps;  // warps along the rows, with 16 each
+  int key_warps;  // warps along a block's keys, with block_n / key_warps each
+  int block_n;    // key rows
+  int stages;     // buffers of block_n rows, of which all but one are being filled
+};
+
+// `many_rows`: more than 16, for which out takes too many registers of one warp.
+constexpr DecodeTile decode_tile(int element_bytes, int head_dim, bool many_rows) {
+  const int row_bytes = element_bytes * head_dim;
+  if (many_rows) {
+    if (row_bytes <= 128) return {4, 1, 64, 8};  // 72 KB
+    if (row_bytes <= 256) return {4, 1, 64, 5};  // 96 KB
+    if (row_bytes <= 512) return {4, 1, 32, 4};  // 96 KB
+    return {2, 1, 32, 2};                        // 96 KB
+  }
+  if (row_bytes <= 128) return {1, 4, 64, 8};  // 66 KB
+  if (row_bytes <= 256) return {1, 4, 64, 5};  // 84 KB
+  if (row_bytes <= 512) return {1, 2, 32, 5};  // 88 KB
+  return {1, 2, 32, 2};                        // 80 KB
+}
+
 struct BackwardTile {
   int block_m;        // query rows
   int block_n;        // key rows

@@ -26,7 +26,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import _blocked, _checks, _ffi, _partitioning, _workspace
+from . import _blocked, _checks, _ffi, _library, _partitioning, _workspace
 from ._operands import AXES, DIRECTIONS, OPERANDS, PART_OF_LSE, TANGENTS, is_directed
 from ._options import AttentionOptions
 
@@ -45,6 +45,9 @@ _OPTIONAL = ("dlse", "tdout", "tdlse", *TANGENTS, *(operand.name for operand in 
 def is_broadcastable(name: str) -> bool:
     return name in _BROADCASTABLE
 
+
+# The kernel for few queries has tiles of at most 64 rows: those of all query heads of a key head.
+_MOST_DECODE_QUERIES, _MOST_DECODE_ROWS = 16, 64
 
 # Compute capabilities with 163 KB of shared memory or more for a block; others have 99 KB.
 _LARGE_SHARED_MEMORY = ("8.0", "8.7", "9.0", "10.0", "10.3", "11.0")
@@ -426,6 +429,7 @@ def _workspace_avals(call: _Pass, avals, *, operands: tuple[str, ...], options: 
     mask_shape = _fold(named["mask"], "mask").shape if "mask" in named else (1, 1, 1, 1)
     return _workspace.arrays(
         _workspace.Call(
+            is_forward=call is _FORWARD,
             is_gradient=call in (_BACKWARD, _BACKWARD_BIAS, _BACKWARD_TANGENT),
             is_backward=call is _BACKWARD,
             is_backward_tangent=call is _BACKWARD_TANGENT,
@@ -444,12 +448,37 @@ def _workspace_avals(call: _Pass, avals, *, operands: tuple[str, ...], options: 
             N_mask=mask_shape[1],
             T_mask=mask_shape[2],
             S_mask=mask_shape[3],
+            num_key_parts=lambda: _num_key_parts(q, k, v, operands, options),
             sums_dq=lambda: _sums_dq(q, v),
             num_head_parts=lambda: _num_head_parts(
                 *(_fold(named[name], name) for name in "qkv"), options.is_causal
             ),
         )
     )
+
+
+def _num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions) -> int:
+    """Into how many parts the forward kernel for few queries splits the keys; 0: the other kernels run.
+
+    It depends neither on the batch nor on the number of heads: a sequence has the same bits alone and in a batch, and
+    with heads on several devices. A part writes 4 bytes for each row and column, so longer sequences have longer parts;
+    but one sequence alone must have parts for all multiprocessors of a GPU.
+    """
+    (seqlen_q, num_heads), (seqlen_kv, num_kv_heads) = q.shape[-3:-1], k.shape[-3:-1]
+    sizes = (seqlen_q, num_heads, seqlen_kv, num_kv_heads)
+    if not all(isinstance(size, int) and size > 0 for size in sizes) or "dropout_seeds" in operands:
+        return 0
+    rows = seqlen_q * (num_heads // num_kv_heads)
+    if seqlen_q > _MOST_DECODE_QUERIES or rows > _MOST_DECODE_ROWS:
+        return 0
+    if not _kernel_head_dim("decode sm80", q.dtype, max(q.shape[-1], v.shape[-1])):
+        return 0
+    window = options.window_left, 0 if options.is_causal else options.window_right
+    keys = seqlen_kv
+    if min(window) >= 0:  # the first block of keys may begin before the first that a query sees
+        keys = min(keys, sum(window) + seqlen_q + _library.constants()["kVisibilityBlock"])
+    part = 256 if keys <= 4096 else 512 if keys <= 32768 else 1024
+    return -(-keys // part)
 
 
 _HOPPER_MULTIPROCESSORS = 132  # of H100 and H200

@@ -22,6 +22,7 @@ _DTYPES = {"S32": jnp.int32, "F32": jnp.float32, "U8": jnp.uint8, "U32": jnp.uin
 class Call(NamedTuple):
     """What the table may depend on. Sizes are ints or symbolic."""
 
+    is_forward: bool
     is_gradient: bool
     is_backward: bool
     is_backward_tangent: bool
@@ -40,6 +41,7 @@ class Call(NamedTuple):
     N_mask: Any
     T_mask: Any
     S_mask: Any
+    num_key_parts: Callable[[], int]
     sums_dq: Callable[[], bool]
     num_head_parts: Callable[[], int]
 

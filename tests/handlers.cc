@@ -125,6 +125,8 @@ void test_workspace() {
   params.num_heads = 6, params.num_kv_heads = 3, params.head_dim = params.head_dim_v = 8;
   Workspace workspace;
   const Type counter = {DataType::S32, {1}}, statistics = {DataType::F32, {2, 6, 128}};
+  const Type no_key_parts = {DataType::F32, {0, 2, 70, 6, 12}},
+             key_parts = {DataType::F32, {3, 2, 70, 6, 12}};
   const auto take = [&](Pass pass, const std::vector<Type>& types) {
     return take_workspace(Platform::kCuda, pass, params, types, &workspace);
   };
@@ -136,7 +138,11 @@ void test_workspace() {
 
   expect(take_workspace(Platform::kCpu, Pass::kBackward, params, {}, &workspace).success(),
          "the CPU has no workspace");
-  expect(take(Pass::kForward, {counter}).success() && workspace.tile_counter.data, "forward");
+  expect(take(Pass::kForward, {counter, no_key_parts}).success() && workspace.tile_counter.data, "forward");
+  expect(take(Pass::kForward, {counter, key_parts}).success() && workspace.key_parts.dims[0] == 3,
+         "forward in parts");
+  expect(take(Pass::kForward, {counter, {DataType::F32, {3, 2, 70, 6, 8}}}).failure(), "parts without sums");
+  expect(take(Pass::kForward, {counter}).failure(), "forward without an array of parts");
   expect(take(Pass::kBackwardBias, {counter, statistics, statistics}).success(), "gradient of the bias");
   expect(take_sums(80, 0).success() && !workspace.leaves_dq, "sums of dq");
   expect(take_sums(0, 0).success() && workspace.leaves_dq, "no sums of dq");
@@ -156,12 +162,14 @@ void test_workspace() {
   params.mask = {&params, jax_flash::DType::kBool, 0, 5, 0, 1};
   const Type visibility = {DataType::U8, {2, 6, 2, 1}}, lists = {DataType::U32, {2, 6, 2 * 1 + 2 + 1}};
   const Type of_queries = {DataType::U32, {1, 6, 1, 2}}, of_keys = {DataType::U32, {1, 6, 5, 2}};
-  expect(take(Pass::kForward, {counter, visibility, lists, of_queries}).success(), "mask, forward");
+  expect(take(Pass::kForward, {counter, no_key_parts, visibility, lists, of_queries}).success(),
+         "mask, forward");
   expect(take(Pass::kBackward,
               {counter, statistics, statistics, parts(0), parts(0), visibility, lists, of_queries, of_keys})
              .success(),
          "mask, backward");
-  expect(take(Pass::kForward, {counter, visibility, lists}).failure(), "a mask without its bits");
+  expect(take(Pass::kForward, {counter, no_key_parts, visibility, lists}).failure(),
+         "a mask without its bits");
 }
 
 Error handler(int kind) {

@@ -110,6 +110,7 @@ inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline int __popc(uint32_t x) { return std::popcount(x); }
+inline int __ffs(uint32_t x) { return x == 0 ? 0 : 1 + std::countr_zero(x); }
 
 inline void __syncthreads() { emulator::wait_for_block(); }
 inline void __syncwarp() { emulator::from_all_lanes(0); }

@@ -1,0 +1,517 @@
+// Forward attention for few queries over many keys, as in decoding, with mma.sync and cp.async, for compute
+// capability 8.0 and up. It is bound by the memory that keys and values come from.
+//
+// The rows of a tile are all query heads of a key head (group_rows.cuh), so keys are read once. The keys of a
+// sequence are split into parts of the blocks from the first to the last that any row sees. A block takes one
+// part of one key head: its warps share a ring of buffers with keys and values in the order k, v, k, v, ...,
+// and where there are several along the keys, their sums are merged at the end. With more parts than one, a
+// block leaves them in workspace, and a second kernel merges the parts.
+//
+// How many parts there are depends on the shapes of a sequence, and not on the batch or the heads: so a
+// sequence has the same bits alone and in a batch, on one device and with heads on several.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "arithmetic.h"
+#include "group_rows.cuh"
+#include "launch.h"
+#include "mask.cuh"
+#include "masking.cuh"
+#include "pairs.cuh"
+#include "params.h"
+#include "ptx/grid.h"
+#include "sm80/product.cuh"
+#include "sm80/shared_tile.cuh"
+#include "softmax.cuh"
+#include "tiles.h"
+#include "visibility.cuh"
+
+namespace jax_flash::cuda {
+using decode_params = ForwardParams;
+}
+
+namespace jax_flash::cuda::sm80 {
+
+struct DecodeArguments {
+  ForwardParams params;
+  LogitScale logit;
+  PairOptions pairs;
+  HeadRows q, k, v;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv]
+  int part_blocks;   // blocks of keys in a part
+};
+
+// ---- Parts of a row ----
+
+// A row's maximum and sum over some of its keys, as in OnlineSoftmax. Where the sum is 0, the row sees none
+// of them, and its sum of p v is not to be used: other rows may have left 0 * NaN in it.
+struct alignas(8) RowPart {
+  float max_log2, sum;
+
+  // The factor of this part in a sum that is relative to another maximum.
+  __device__ __forceinline__ float factor(float new_max_log2) const {
+    return sum == 0 ? 0 : ptx::exp2_approx(max_log2 - new_max_log2);
+  }
+};
+
+// The workspace [parts, B, T, N, columns + 4]: of each part of a row its sum of p v, then its RowPart in a
+// vector of 16 bytes.
+struct PartRows {
+  float* data;
+  int64_t num_rows;  // B * T * N
+  int columns;       // of the sum of p v: whole vectors of 16 bytes
+
+  __host__ __device__ explicit PartRows(const ForwardParams& params)
+      : data(params.key_parts),
+        num_rows(params.batch * params.seqlen_q * params.num_heads),
+        columns(static_cast<int>(ceil_div(params.head_dim_v, 4) * 4)) {}
+
+  __device__ __forceinline__ float* row(int64_t part, int64_t row) const {
+    return data + (part * num_rows + row) * (columns + 4);
+  }
+};
+
+// ---- A part of the keys ----
+
+template <class Arithmetic_, int kHeadDim_, bool kManyRows, PairPolicy kPolicy_>
+struct DecodeConfig {
+  using Arithmetic = Arithmetic_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr PairPolicy kPolicy = kPolicy_;
+  using Element = typename Arithmetic::Element;
+  static constexpr DecodeTile kTile = decode_tile(sizeof(Element), kHeadDim, kManyRows);
+  static constexpr int kKeyWarps = kTile.key_warps, kBlockN = kTile.block_n, kStages = kTile.stages;
+  static constexpr int kRows = 16 * kTile.row_warps, kWarpKeys = kBlockN / kKeyWarps;
+  static constexpr int kThreads = 32 * kTile.row_warps * kKeyWarps;
+  static constexpr int kMaxPartBlocks = 32;  // a bit each in a word
+  using QTile = SharedTile<Arithmetic, kRows, kHeadDim, /*kRounded=*/true>;
+  using KvTile = SharedTile<Arithmetic, kBlockN, kHeadDim>;
+  using WarpKvTile = SharedTile<Arithmetic, kWarpKeys, kHeadDim>;
+  static constexpr int kSharedBytes = QTile::kBytes + kStages * KvTile::kBytes;
+  // The sums of the warps along the keys take the place of keys and values. A lane of each has 16 bytes for
+  // each tile of accumulators and as much for its rows' maxima and sums.
+  static constexpr int kVectors = kHeadDim / 8 + 1;
+  static_assert(kKeyWarps == 1 || kThreads * kVectors * 16 <= kStages * KvTile::kBytes);
+};
+
+// The blocks of a part in which mask and segments leave any pair of the rows visible, and those in which they
+// leave all, a bit for each block.
+struct PartBlocks {
+  uint32_t visible, whole;
+};
+
+// For `count` blocks of kBlockN keys, from the block `first` on.
+template <int kBlockN>
+__device__ __forceinline__ PartBlocks find_blocks(const AttentionParams& params, int batch, int first_head,
+                                                  const GroupRows& rows, int first, int count) {
+  const VisibilityWorkspace& visible = params.visible;
+  bool is_visible = false, is_whole = true;
+  if (lane_id() < count) {
+    // All queries are in one block of queries.
+    const int n_blocks = static_cast<int>(ceil_div(params.seqlen_kv, kVisibilityBlock));
+    const bool has_heads = visible.num_heads > 1;
+    const uint8_t* block = visible.visibility +
+                           (batch * visible.num_heads + (has_heads ? first_head : 0)) * n_blocks +
+                           (first + lane_id()) * kBlockN / static_cast<int>(kVisibilityBlock);
+    for (int head = 0; head < (has_heads ? rows.group : 1); ++head) {
+      const uint8_t visibility = __ldg(block + int64_t{head} * n_blocks);
+      is_visible |= visibility != kHidden;
+      is_whole &= visibility == kWhole;
+    }
+  }
+  return {__ballot_sync(0xffffffff, is_visible), __ballot_sync(0xffffffff, is_whole)};
+}
+
+// Takes the first block from a set of them that is not empty.
+__device__ __forceinline__ int take_block(uint32_t& blocks) {
+  const int block = __ffs(blocks) - 1;
+  blocks &= blocks - 1;
+  return block;
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads)
+    decode_kernel(const __grid_constant__ DecodeArguments arguments) {
+  using Arithmetic = typename Config::Arithmetic;
+  using Element = typename Config::Element;
+  using Products = std::conditional_t<std::is_same_v<Arithmetic, tf32x3>, tf32x3_infinity, Arithmetic>;
+  using QTile = typename Config::QTile;
+  using KvTile = typename Config::KvTile;
+  using WarpKvTile = typename Config::WarpKvTile;
+  constexpr bool kMayHaveMask = Config::kPolicy.may_have_mask(), kMayHaveOthers = Config::kPolicy.others;
+  constexpr int kHeadDim = Config::kHeadDim, kBlockN = Config::kBlockN, kStages = Config::kStages;
+  constexpr int kThreads = Config::kThreads, kKeyWarps = Config::kKeyWarps, kWarpKeys = Config::kWarpKeys;
+  constexpr int kNTiles = kWarpKeys / 8, kOutTiles = kHeadDim / 8;
+  const ForwardParams& params = arguments.params;
+
+  // ---- Part: the first ones come first, for those beyond a sequence's keys have nothing to do ----
+  const int num_kv_heads = static_cast<int>(params.num_kv_heads);
+  const int kv_head = blockIdx.x % num_kv_heads;
+  const int batch = blockIdx.x / num_kv_heads % static_cast<int>(params.batch);
+  const int part = blockIdx.x / num_kv_heads / static_cast<int>(params.batch);
+  const GroupRows rows(params);
+  const int first_head = kv_head * rows.group;
+
+  const Mask queries(params, batch);
+  const KeyBlocks seen = queries.key_blocks<kBlockN>(0, static_cast<int>(params.seqlen_q));
+  const int first_block = seen.begin + part * arguments.part_blocks;
+  const int num_blocks = max(0, min(seen.end - first_block, arguments.part_blocks));
+  PartBlocks blocks;
+  blocks.visible = blocks.whole = num_blocks == 32 ? ~0u : (1u << num_blocks) - 1;
+  if constexpr (kMayHaveMask) {
+    if (params.hides_pairs()) {
+      blocks = find_blocks<kBlockN>(params, batch, first_head, rows, first_block, num_blocks);
+    }
+  }
+
+  extern __shared__ __align__(128) uint8_t shared[];
+  const QTile sQ{ptx::shared_address(shared)};  // [rows, kHeadDim]
+  auto sKv = [&](int stage) {                   // [kBlockN, kHeadDim], kStages times
+    return KvTile{sQ.base + QTile::kBytes + stage * KvTile::kBytes};
+  };
+
+  // ---- Start to load: item 2i of the ring is the keys of the i-th visible block, item 2i + 1 its values
+  // ----
+  using KvLoader = TileLoader<kThreads, KvTile>;
+  using QLoader = TileLoader<kThreads, QTile>;
+  const int64_t kv_row0 = batch * params.seqlen_kv;
+  auto row_of_block = [&](int block) { return (first_block + block) * kBlockN; };
+  struct Source {
+    KvLoader loader;
+    uint32_t blocks;  // to be loaded
+  };
+  const int first_row = blocks.visible ? row_of_block(__ffs(blocks.visible) - 1) : 0;
+  Source k_source{KvLoader(arguments.k, kv_row0 + first_row, kv_head), blocks.visible};
+  Source v_source{KvLoader(arguments.v, kv_row0 + first_row, kv_head), blocks.visible};
+  auto load_item = [&](Source& source, int stage) {
+    if (source.blocks) {
+      const int block = take_block(source.blocks);
+      source.loader.load(sKv(stage), row_of_block(block), queries.kv_length);
+      if (source.blocks) source.loader.move_rows((__ffs(source.blocks) - 1 - block) * kBlockN);
+    }
+    ptx::copy_async_commit();  // empty groups count, too
+  };
+  // Waits until all threads see the oldest item and have released the buffer of the one before it.
+  auto wait_item = [] {
+    ptx::copy_async_wait<kStages - 2>();
+    __syncthreads();
+  };
+
+  if (blocks.visible) {
+    QLoader::load_rows(arguments.q, sQ, [&](int row) -> int64_t {
+      if (row >= rows.count) return -1;
+      const int64_t query = batch * params.seqlen_q + rows.query(row);
+      return query * arguments.q.stride + int64_t{first_head + rows.head(row)} * arguments.q.head_dim;
+    });
+  }
+#pragma unroll
+  for (int item = 0; item < kStages - 1; ++item) load_item(item % 2 ? v_source : k_source, item);
+  if (blocks.visible) {
+    ptx::copy_async_wait<kStages - 2>();
+    QLoader::round(sQ);
+  }
+
+  const int row_warp = threadIdx.x / 32 / kKeyWarps, key_warp = threadIdx.x / 32 % kKeyWarps;
+  const int warp_row = 16 * row_warp, warp_key = key_warp * kWarpKeys;
+  const GroupMask mask(queries, rows, warp_row, 16);
+  const GroupPairs pairs(params, arguments.pairs, batch, kv_head, rows);
+  const KMajorA<Products, QTile, 1> q(sQ, warp_row);
+  float out[1][kOutTiles][4];  // [16, kHeadDim], the sum over this warp's keys
+  clear(out);
+  OnlineSoftmax<1> softmax;
+
+  // An item's buffer, and the next one that is free: that of the item before it.
+  int stage = 0;
+  auto move_stage = [&] { stage = stage + 1 == kStages ? 0 : stage + 1; };
+  auto free_stage = [&] { return stage == 0 ? kStages - 1 : stage - 1; };
+  auto warp_tile = [&] { return WarpKvTile{sKv(stage).base + warp_key * WarpKvTile::kRowBytes}; };
+  Source& later_with_keys = kStages % 2 ? k_source : v_source;  // of item i + kStages - 1, for even i
+  Source& later_with_values = kStages % 2 ? v_source : k_source;
+
+#pragma unroll 1
+  while (blocks.visible) {
+    const int block = take_block(blocks.visible);
+    const int n_start = row_of_block(block) + warp_key;
+    const bool hidden = mask.hides(n_start, kWarpKeys);
+    RegisterA<Products, 1, kNTiles> p;
+
+    // ---- scores = q k^T ----
+    wait_item();
+    load_item(later_with_keys, free_stage());
+    if (!hidden) {
+      float scores[1][kNTiles][4];  // [16, kWarpKeys]
+      clear(scores);
+      multiply_add<Products, kHeadDim / kStepK<Products>>(scores, q,
+                                                          KMajorB<Products, WarpKvTile>(warp_tile(), 0));
+
+      // ---- Mask, softmax ----
+      if constexpr (kMayHaveOthers) {
+        transform_scores(scores, pairs, arguments.logit, warp_row, n_start);
+      } else {
+        transform_scores(scores, arguments.logit);
+      }
+      if constexpr (kMayHaveMask) {
+        if (!(blocks.whole >> block & 1)) {
+          PairBits<kNTiles> visible[1];
+          load_visible(visible, pairs, warp_row, n_start);
+          fill_unset(scores, visible, -INFINITY);
+        }
+      }
+      if (!mask.covers(n_start, kWarpKeys)) fill_hidden(scores, mask, warp_row, n_start, -INFINITY);
+      softmax.update(scores, out, arguments.logit.scale_log2);
+      p.set(scores);
+    }
+    move_stage();
+
+    // ---- out += p v ----
+    wait_item();
+    load_item(later_with_values, free_stage());
+    if (!hidden) {
+      multiply_add<Products, kWarpKeys / kStepK<Products>, /*kLongSum=*/true>(
+          out, p, MnMajorB<Products, WarpKvTile>(warp_tile(), 0));
+    }
+    move_stage();
+  }
+  ptx::let_next_grid_start();
+
+  // ---- Merge the warps along the keys into the first of them ----
+  RowPart parts[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) parts[h] = {softmax.max_log2[0][h], row_sum(softmax.sum[0][h])};
+  if constexpr (kKeyWarps > 1) {
+    auto vector = [&](int warp, int i) {
+      const int index = ((row_warp * kKeyWarps + warp) * Config::kVectors + i) * 32 + lane_id();
+      return sKv(0).base + 16 * index;
+    };
+    ptx::copy_async_wait<0>();
+    __syncthreads();
+    if (key_warp > 0) {
+      const float stats[4] = {parts[0].max_log2, parts[0].sum, parts[1].max_log2, parts[1].sum};
+      ptx::store_shared_x4(vector(key_warp, 0), stats);
+#pragma unroll
+      for (int nt = 0; nt < kOutTiles; ++nt) ptx::store_shared_x4(vector(key_warp, 1 + nt), out[0][nt]);
+    }
+    __syncthreads();
+    if (key_warp > 0) return;
+#pragma unroll 1
+    for (int warp = 1; warp < kKeyWarps; ++warp) {
+      uint32_t stats[4];
+      ptx::load_shared_x4(stats, vector(warp, 0));
+      float factor[2], other_factor[2];
+      bool is_empty[2], other_is_empty[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const RowPart other{__uint_as_float(stats[2 * h]), __uint_as_float(stats[2 * h + 1])};
+        const float maximum = fmaxf(parts[h].max_log2, other.max_log2);
+        is_empty[h] = parts[h].sum == 0;
+        other_is_empty[h] = other.sum == 0;
+        factor[h] = parts[h].factor(maximum);
+        other_factor[h] = other.factor(maximum);
+        parts[h] = {maximum, parts[h].sum * factor[h] + other.sum * other_factor[h]};
+      }
+#pragma unroll
+      for (int nt = 0; nt < kOutTiles; ++nt) {
+        uint32_t x[4];
+        ptx::load_shared_x4(x, vector(warp, 1 + nt));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& sum = out[0][nt][i];
+          sum = is_empty[i / 2] ? 0 : sum * factor[i / 2];
+          if (!other_is_empty[i / 2]) sum += __uint_as_float(x[i]) * other_factor[i / 2];
+        }
+      }
+    }
+  }
+
+  // ---- Write out: a part, or out and lse ----
+  const int head_dim_v = arguments.v.head_dim;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = warp_row + accumulator_row(0, h);
+    if (row >= rows.count) continue;
+    const int head = first_head + rows.head(row);
+    const int64_t index = (batch * params.seqlen_q + rows.query(row)) * params.num_heads + head;
+    if (params.num_key_parts > 1) {
+      const PartRows part_rows(params);
+      float* to = part_rows.row(part, index);
+      for_each_run<Arithmetic>(out, 0, h, [&](int column, const auto& values) {
+        if (column >= part_rows.columns || parts[h].sum == 0) return;
+        if constexpr (kRunColumns<Arithmetic> == 2) {
+          *reinterpret_cast<float2*>(to + column) = make_float2(values[0], values[1]);
+        } else {
+          *reinterpret_cast<float4*>(to + column) = make_float4(values[0], values[1], values[2], values[3]);
+        }
+      });
+      if (lane_id() % 4 == 0) {
+        *reinterpret_cast<float4*>(to + part_rows.columns) =
+            make_float4(parts[h].max_log2, parts[h].sum, 0, 0);
+      }
+    } else {
+      const RowEnd end = finish_row(parts[h].max_log2, parts[h].sum, sink_log2(params, batch, head));
+      Element* to = static_cast<Element*>(params.out) + index * head_dim_v;
+      for_each_run<Arithmetic>(out, 0, h, [&](int column, const auto& values) {
+        store_run<Arithmetic>(to, column, head_dim_v, !end.is_empty, end.normalizer, values);
+      });
+      if (lane_id() % 4 == 0) static_cast<float*>(params.lse)[index] = end.lse;
+    }
+  }
+}
+
+// ---- Merging the parts ----
+
+// A group of threads has a row's columns, four each. Up to kGroups of them share a row: each takes every
+// `slices`-th part.
+template <int kHeadDim>
+struct CombineConfig {
+  static constexpr int kThreads = 512, kVectors = kHeadDim / 4, kGroups = kThreads / kVectors;
+  static constexpr int kAtOnce = 8;  // parts that a group loads before it adds them
+  static int slices(int64_t num_parts) {
+    int slices = 1;
+    while (slices < kGroups && slices * kAtOnce < num_parts) slices *= 2;
+    return slices;
+  }
+};
+
+// out and lse.
+template <class Arithmetic, int kHeadDim>
+__global__ void __launch_bounds__(CombineConfig<kHeadDim>::kThreads, 2)
+    combine_kernel(const __grid_constant__ ForwardParams params, int slices) {
+  using Config = CombineConfig<kHeadDim>;
+  constexpr int kVectors = Config::kVectors, kGroups = Config::kGroups, kAtOnce = Config::kAtOnce;
+  const int group = threadIdx.x / kVectors, column = threadIdx.x % kVectors * 4;
+  const int slice = group % slices;
+  const PartRows rows(params);
+  const int64_t row = int64_t{blockIdx.x} * (kGroups / slices) + group / slices;
+  const int num_parts = row < rows.num_rows ? static_cast<int>(params.num_key_parts) : 0;
+  ptx::wait_for_grid_before();
+
+  RowPart total{-INFINITY, 0};
+  float sum[4] = {};  // of p v, relative to total.max_log2
+  auto rescale = [&](float maximum) {
+    const float factor = total.factor(maximum);
+    total = {maximum, total.sum * factor};
+#pragma unroll
+    for (float& x : sum) x *= factor;
+  };
+  auto add = [&](const RowPart& part, const float4& x) {
+    const float factor = part.factor(total.max_log2);
+    total.sum += part.sum * factor;
+    sum[0] += x.x * factor, sum[1] += x.y * factor, sum[2] += x.z * factor, sum[3] += x.w * factor;
+  };
+#pragma unroll 1
+  for (int first = slice; first < num_parts; first += kAtOnce * slices) {
+    // Loads without a condition, so that the compiler starts them all before it uses the first. Where there
+    // is nothing, they repeat something else.
+    RowPart parts[kAtOnce];
+    float4 x[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int part = first + i * slices;
+      parts[i] = *reinterpret_cast<const RowPart*>(rows.row(min(part, num_parts - 1), row) + rows.columns);
+      if (part >= num_parts) parts[i].sum = 0;
+    }
+    float maximum = total.max_log2;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const bool is_empty = parts[i].sum == 0;
+      const int part = min(first + i * slices, num_parts - 1);
+      x[i] = *reinterpret_cast<const float4*>(rows.row(part, row) +
+                                              (is_empty ? rows.columns : min(column, rows.columns - 4)));
+      if (!is_empty) maximum = fmaxf(maximum, parts[i].max_log2);
+    }
+    rescale(maximum);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (parts[i].sum != 0) add(parts[i], x[i]);
+    }
+  }
+
+  __shared__ float group_sums[kGroups][kHeadDim];
+  __shared__ float group_totals[kGroups][2];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) group_sums[group][column + i] = sum[i];
+  if (column == 0) {
+    group_totals[group][0] = total.max_log2;
+    group_totals[group][1] = total.sum;
+  }
+  __syncthreads();
+  if (slice > 0 || row >= rows.num_rows) return;
+  for (int other = group + 1; other < group + slices; ++other) {
+    rescale(fmaxf(total.max_log2, group_totals[other][0]));
+    const float* x = &group_sums[other][column];
+    add({group_totals[other][0], group_totals[other][1]}, make_float4(x[0], x[1], x[2], x[3]));
+  }
+
+  const int64_t rows_of_batch = params.seqlen_q * params.num_heads;
+  const int batch = static_cast<int>(row / rows_of_batch), head = static_cast<int>(row % params.num_heads);
+  const RowEnd end = finish_row(total.max_log2, total.sum, sink_log2(params, batch, head));
+  const int head_dim_v = static_cast<int>(params.head_dim_v);
+  auto* to = static_cast<typename Arithmetic::Element*>(params.out) + row * head_dim_v;
+  auto store = [&](int at, const auto& values) {
+    store_run<Arithmetic>(to, at, head_dim_v, !end.is_empty, end.normalizer, values);
+  };
+  if constexpr (kRunColumns<Arithmetic> == 2) {
+    const float low[2] = {sum[0], sum[1]}, high[2] = {sum[2], sum[3]};
+    store(column, low);
+    store(column + 2, high);
+  } else {
+    store(column, sum);
+  }
+  if (column == 0) static_cast<float*>(params.lse)[row] = end.lse;
+}
+
+template <class Arithmetic, int kHeadDim>
+Status launch_combine(const ForwardParams& params, const LaunchContext& context) {
+  using Config = CombineConfig<kHeadDim>;
+  const int slices = Config::slices(params.num_key_parts);
+  const int64_t blocks = ceil_div(PartRows(params).num_rows, Config::kGroups / slices);
+  return launch_early(combine_kernel<Arithmetic, kHeadDim>, blocks, Config::kThreads, 0, context, params,
+                      slices);
+}
+
+// ---- Launch ----
+
+template <class Config>
+Status launch_decode(const ForwardParams& params, const LaunchContext& context) {
+  using Element = typename Config::Element;
+  const int64_t span = key_span(params);
+  // The first block may begin before the span.
+  const int64_t num_blocks =
+      std::min(ceil_div(params.seqlen_kv, Config::kBlockN), ceil_div(span - 1, Config::kBlockN) + 1);
+  const int64_t part_blocks = ceil_div(num_blocks, params.num_key_parts);
+  if (params.num_key_parts > num_blocks || part_blocks > Config::kMaxPartBlocks) return Status::not_served();
+  const DecodeArguments arguments{params,
+                                  LogitScale(params),
+                                  PairOptions(params),
+                                  head_rows<Element>(params.q, params.num_heads, params.head_dim),
+                                  head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
+                                  head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
+                                  static_cast<int>(part_blocks)};
+  const int64_t blocks = params.num_key_parts * params.batch * params.num_kv_heads;
+  const Status status =
+      launch(decode_kernel<Config>, blocks, Config::kThreads, Config::kSharedBytes, context, arguments);
+  if (status.failed() || params.num_key_parts == 1) return status;
+  return launch_combine<typename Config::Arithmetic, Config::kHeadDim>(params, context);
+}
+
+template <class Arithmetic, int kHeadDim, bool kManyRows>
+Status decode_rows(const ForwardParams& params, const LaunchContext& context) {
+  return has_pair_options(params)
+             ? launch_decode<DecodeConfig<Arithmetic, kHeadDim, kManyRows, kAnyPairsUnstaged>>(params,
+                                                                                               context)
+             : launch_decode<DecodeConfig<Arithmetic, kHeadDim, kManyRows, kNoPairs>>(params, context);
+}
+
+template <class Arithmetic, int kHeadDim>
+Status decode(const ForwardParams& params, const LaunchContext& context) {
+  using ManyRows = DecodeConfig<Arithmetic, kHeadDim, /*kManyRows=*/true, kNoPairs>;
+  if (params.num_key_parts <= 0 || params.num_kv_heads == 0 || params.dropout_seeds)
+    return Status::not_served();
+  const int64_t rows = params.num_heads / params.num_kv_heads * params.seqlen_q;
+  if (rows > ManyRows::kRows) return Status::not_served();
+  return rows > 16 ? decode_rows<Arithmetic, kHeadDim, true>(params, context)
+                   : decode_rows<Arithmetic, kHeadDim, false>(params, context);
+}
+
+}  // namespace jax_flash::cuda::sm80
