@@ -20,6 +20,7 @@ constexpr T max(T a, T b) {
 }
 }  // namespace jax_flash::cuda
 
+#include "group_rows.cuh"
 #include "mask.cuh"
 #include "tiles.h"
 
@@ -37,6 +38,8 @@ int failures = 0;
     }                                            \
   } while (false)
 
+using jax_flash::cuda::GroupMask;
+using jax_flash::cuda::GroupRows;
 using jax_flash::cuda::KeyBlocks;
 using jax_flash::cuda::Mask;
 
@@ -49,7 +52,7 @@ struct Case {
 
   explicit Case(std::mt19937& random) {
     const auto below = [&](int limit) { return static_cast<int>(random() % limit); };
-    params.batch = 1;
+    params.batch = 1, params.num_heads = 3, params.num_kv_heads = 1;
     params.seqlen_q = 1 + below(20), params.seqlen_kv = 1 + below(24);
     params.options.is_causal = below(2);
     params.options.window_left = below(3) ? -1 : below(12);
@@ -125,6 +128,38 @@ void check_mask(const Case& one) {
   }
 }
 
+// Rows of three heads that share keys.
+void check_group(const Case& one) {
+  const int S = static_cast<int>(one.params.seqlen_kv);
+  const Mask mask(one.params, 0);
+  const GroupRows rows(one.params);
+  int first = S, last = -1;  // of the keys that any row sees
+  for (int start = 0; start < rows.count + 4; start += 2) {
+    for (int count : {1, 4, 16}) {
+      const GroupMask group(mask, rows, start, count);
+      const int end = std::min(start + count, rows.count);
+      for (int block = 0; block * kBlock < S + kBlock; ++block) {
+        int pairs = 0;
+        for (int row = start; row < end; ++row) {
+          pairs += one.count(rows.query(row), 1, block * kBlock, kBlock);
+        }
+        if (end > start) {
+          EXPECT(group.covers(block * kBlock, kBlock) == (pairs == (end - start) * kBlock), "rows %d to %d",
+                 start, end);
+        }
+        EXPECT(!group.hides(block * kBlock, kBlock) || !pairs, "rows %d to %d", start, end);
+      }
+    }
+    for (int key = 0; start < rows.count && key < S; ++key) {
+      if (!one.sees(rows.query(start), key)) continue;
+      first = std::min(first, key), last = std::max(last, key);
+      const GroupMask group(mask, rows, start, 1);
+      EXPECT(group.first_key(start) <= key && key <= group.last_key(start), "row %d", start);
+    }
+  }
+  EXPECT(last - first + 1 <= jax_flash::cuda::key_span(one.params), "%d to %d", first, last);
+}
+
 void check_tiles() {
   namespace sm80 = jax_flash::cuda::sm80;
   namespace sm90 = jax_flash::cuda::sm90;
@@ -152,6 +187,17 @@ void check_tiles() {
       const sm80::BackwardDqTile dq = sm80::backward_dq_tile(bytes, head_dim);
       EXPECT((2 * dq.block_m + 2 * dq.stages * dq.block_n) * head_dim * bytes <= 99 * 1024, "%d, %d", bytes,
              head_dim);
+      for (bool many_rows : {false, true}) {
+        const sm80::DecodeTile decode = sm80::decode_tile(bytes, head_dim, many_rows);
+        EXPECT((16 * decode.row_warps + decode.stages * decode.block_n) * head_dim * bytes <= 99 * 1024,
+               "%d, %d", bytes, head_dim);
+        EXPECT(decode.block_n % (16 * decode.key_warps) == 0 && decode.stages >= 2, "%d, %d", bytes,
+               head_dim);
+        // The threads load whole rows, and mask bits are in blocks of 64 keys.
+        EXPECT(32 * decode.row_warps * decode.key_warps * 16 % (head_dim * bytes) == 0, "%d, %d", bytes,
+               head_dim);
+        EXPECT(64 % decode.block_n == 0, "%d, %d", bytes, head_dim);
+      }
       const sm80::TangentTile tangent = sm80::tangent_tile(bytes, head_dim);
       EXPECT((2 * tangent.block_m + tangent.stages * tangent.block_n) * head_dim * bytes <= 99 * 1024,
              "%d, %d", bytes, head_dim);
@@ -178,7 +224,11 @@ void check_tiles() {
 
 int main() {
   std::mt19937 random(0);
-  for (int i = 0; i < 3000; ++i) check_mask(Case(random));
+  for (int i = 0; i < 3000; ++i) {
+    const Case one(random);
+    check_mask(one);
+    check_group(one);
+  }
   check_tiles();
   std::printf("%d failures\n", failures);
   return failures != 0;

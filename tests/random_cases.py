@@ -20,6 +20,8 @@ LENGTHS = (
     *(1, 2, 3, 16, 17, 31, 33, 47, 48, 63, 64, 65, 80, 95, 96, 97, 127, 128, 129, 150, 191, 192, 193, 257, 300),
 )  # fmt: skip
 LONG_LENGTHS = (320, 383, 385, 449, 512, 513, 640, 700, 1025)
+# Of calls with few queries: lengths of caches that the kernels for these split.
+CACHE_LENGTHS = (200, 255, 256, 257, 319, 511, 513, 700, 1000, 1023, 1025, 1300, 2049, 4097, 4500)
 HEAD_DIMS = (*(1, 2, 3, 8, 16, 24, 31, 32, 33, 40, 48, 63, 65, 72, 80, 96, 97, 104, 127), *[64, 128] * 4)
 WIDE_HEAD_DIMS = (129, 136, 160, 191, 192, 193, 200, 224, 255, 256, 257, 300)
 MAX_CUDA_HEAD_DIM = 256
@@ -442,7 +444,10 @@ def _draw_sizes(dice: _Dice, name: str, platform: str) -> tuple[Case, bool, list
     )
     if dice.chance(0.15):
         s = t
-    if dice.chance(0.1):
+    is_decoding = dice.chance(0.15)
+    if is_decoding:
+        t, s = dice.pick([1, 1, 2, 3, 4, 5, 8, 15, 16]), dice.pick(CACHE_LENGTHS)
+    elif dice.chance(0.05):
         t = 1
     if dice.chance(0.03):
         t, s = dice.pick([(0, s), (t, 0), (0, 0)])

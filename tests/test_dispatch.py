@@ -1,5 +1,6 @@
 """Which CUDA kernels run, the settings that choose others, and the memory that they get."""
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -14,10 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CASES
+from jax import export
 
 import jax_flash
 from jax_flash import _ffi, _primitives
+from jax_flash._options import AttentionOptions
 
+F32 = jnp.float32
 REFUSAL = "no CUDA kernel of this build for this head_dim"
 SCRIPT = "import jax.numpy as jnp, jax_flash; x = jnp.ones((1, 8, 1, 8)); print(jax_flash.flash_attention(x, x, x))"
 
@@ -176,6 +180,102 @@ def test_every_kernel_of_second_order_can_run(monkeypatch):
         dtype = jnp.dtype("float32" if arithmetic.startswith("tf32") else arithmetic)
         q = jax.core.ShapedArray((2, 100, 4, head_dim), dtype)
         assert _primitives._backward_tangent_fits(q, q, q), (arithmetic, head_dim)
+
+
+DECODE = [
+    "decode sm80 bfloat16 64",
+    "decode sm80 bfloat16 256",
+    "decode sm80 tf32 64",
+    "forward sm80 bfloat16 256",
+]
+
+
+def num_parts(t=1, s=8192, n=32, k=8, h=128, hv=128, dtype="bfloat16", operands=(), **options) -> int:
+    q, k, v = (jax.core.ShapedArray(shape, jnp.dtype(dtype)) for shape in ((t, n, h), (s, k, h), (s, k, hv)))
+    return _primitives._num_key_parts(q, k, v, operands, AttentionOptions.resolve(h, **options))
+
+
+@pytest.mark.parametrize(
+    ("call", "parts"),
+    [
+        (dict(s=1024), 4),
+        (dict(s=8192), 16),
+        (dict(s=131072), 128),
+        (dict(s=256), 1),
+        (dict(s=257), 2),
+        (dict(s=1), 1),
+        (dict(t=16), 16),
+        (dict(t=17), 0),
+        (dict(t=16, n=40), 0),  # 80 rows
+        (dict(t=16, n=33, k=11), 16),
+        (dict(s=131072, local_window_size=(500, 0)), 3),
+        (dict(s=131072, local_window_size=(500, None), is_causal=True), 3),
+        (dict(s=131072, local_window_size=(500, None)), 128),
+        (dict(s=300, local_window_size=500), 2),
+        (dict(h=256), 16),
+        (dict(hv=257), 0),
+        (dict(h=64, hv=64, dtype="float32"), 16),
+        (dict(dtype="float32"), 0),  # no such kernel
+        (dict(operands=("dropout_seeds",)), 0),
+        (dict(operands=("bias", "mask")), 16),
+        (dict(s=0), 0),
+        (dict(t=0), 0),
+        (dict(n=0, k=0), 0),
+    ],
+)
+def test_number_of_parts(call, parts, monkeypatch):
+    monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": DECODE})
+    assert num_parts(**call) == parts
+
+
+def test_number_of_parts_of_symbolic_sizes(monkeypatch):
+    monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": DECODE})
+    t, s = export.symbolic_shape("t, s")
+    assert num_parts(t=t) == num_parts(s=s) == 0
+
+
+@pytest.mark.parametrize(("parts", "size", "head_dim"), [(4, 256, 24), (20, 64, 24), (66, 32, 250)])
+@pytest.mark.parametrize("queries", [1, 8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_parts_in_workspace(dtype, queries, parts, size, head_dim, platform):
+    """Each part has the sums of its own keys; those beyond a sequence's length are empty."""
+    if platform == "cpu":
+        pytest.skip("has no workspace")
+    keys = parts * size - 7
+    lengths = keys, size + 5, 0
+    rng = np.random.default_rng(0)
+    shapes = (3, queries, 4, head_dim), (3, keys, 1, head_dim), (3, keys, 1, 30)
+    q, k, v = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+    types = [jax.ShapeDtypeStruct((3, queries, 4, 30), q.dtype), jax.ShapeDtypeStruct(shapes[0][:-1], F32)]
+    types += [jax.ShapeDtypeStruct((1,), jnp.int32)] * (dtype == "bfloat16")
+    types += [jax.ShapeDtypeStruct((parts, 3, queries, 4, 32 + 4), F32)]
+    options = AttentionOptions.resolve(head_dim, precision="highest")
+    f = jax.ffi.ffi_call("jax_flash_forward" + "_emulated" * ("JAX_FLASH_EMULATE" in os.environ), types)
+    out, lse, *_, got = jax.jit(
+        lambda *args: f(*args, operands="key_value_seq_lengths", **dataclasses.asdict(options))
+    )(q, k, v, jnp.asarray(lengths, jnp.int32))
+
+    sums, maxima, totals = (np.asarray(x) for x in (got[..., :30], got[..., 32], got[..., 33]))
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    scores = options.scale * np.einsum("btnh,bskh->btns", q, k)
+    tolerance = 2.0**-6 if dtype == "bfloat16" else 1e-5
+    for b, length in enumerate(lengths):
+        for part in range(parts):
+            own = slice(size * part, min(size * part + size, length))
+            if own.start >= length:
+                assert not totals[part, b].any()
+                continue
+            p = np.exp(scores[b, :, :, own] - np.log(2.0) * maxima[part, b, ..., None])
+            np.testing.assert_allclose(totals[part, b], p.sum(-1), rtol=1e-5)
+            want = np.einsum("tns,se->tne", p, v[b, own, 0])
+            np.testing.assert_allclose(sums[part, b], want, atol=tolerance * np.sqrt((p**2).sum(-1).max()))
+        if length:
+            p = np.exp(scores[b, :, :, :length])
+            want = np.einsum("tns,se->tne", p, v[b, :length, 0]) / p.sum(-1)[..., None]
+            np.testing.assert_allclose(np.asarray(out[b], np.float64), want, atol=tolerance, rtol=tolerance)
+            np.testing.assert_allclose(lse[b], np.log(p.sum(-1)), rtol=1e-5, atol=1e-5)
+    assert not out[2].any()
+    assert np.isneginf(lse[2]).all()
 
 
 @pytest.mark.parametrize("kernels", ["all", "sm80"])

@@ -516,9 +516,43 @@ def test_a_head_does_not_depend_on_the_others(head_dim, platform):
         np.testing.assert_array_equal(lse[:, :, head], one[1][:, :, 0])
 
 
-def test_replays_in_16_bits_give_the_eager_bits(platform):
-    """The bfloat16 forward pass draws tiles from a counter in memory, which each call must reset."""
-    attention = functools.partial(jax_flash.flash_attention, is_causal=True)
+@pytest.mark.parametrize("options", ["lengths", "all"])
+@pytest.mark.parametrize("queries", [1, 5, 16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_cached_sequence_does_not_depend_on_the_others(head_dim, queries, options, platform):
+    """Into which parts the keys are split does not depend on the batch or on the heads."""
+    batch, heads, keys = 3, 8, 1100
+    q = random(batch, queries, heads, head_dim, dtype=DTYPES["bfloat16"])
+    k, v = (random(batch, keys, 2, head_dim, seed=seed, dtype=DTYPES["bfloat16"]) for seed in (1, 2))
+    lengths = np.array([1100, 333, 16], np.int32)
+    operands = dict(key_value_seq_lengths=lengths, query_offset=lengths - queries)
+    if options == "all":
+        operands |= dict(
+            bias=random(batch, heads, 1, keys, seed=3),
+            mask=random(batch, heads, queries, keys, seed=4) < 1,
+            sinks=random(heads, seed=5),
+        )
+    f = jax.jit(functools.partial(jax_flash.flash_attention, is_causal=True, return_residual=True))
+    out, lse = f(q, k, v, **operands)
+    for b in range(batch):
+        for head in range(2):
+            own = slice(b, b + 1), slice(4 * head, 4 * head + 4)
+            alone = {name: x[own[0]] for name, x in operands.items() if name != "sinks"}
+            alone |= {name: alone[name][:, own[1]] for name in ("bias", "mask") if name in alone}
+            alone |= {"sinks": operands["sinks"][own[1]]} if "sinks" in operands else {}
+            cache = (x[b : b + 1, :, head : head + 1] for x in (k, v))
+            one = f(q[own[0], :, own[1]], *cache, **alone)
+            np.testing.assert_array_equal(out[own[0], :, own[1]], one[0])
+            np.testing.assert_array_equal(lse[own[0], :, own[1]], one[1])
+
+
+@pytest.mark.parametrize("queries", [260, 1])
+def test_replays_in_16_bits_give_the_eager_bits(queries, platform):
+    """The bfloat16 forward pass draws tiles from a counter in memory, which each call must reset.
+
+    For few queries, the kernel that merges the parts of the keys starts before the one that makes them has ended.
+    """
+    attention = functools.partial(jax_flash.flash_attention, is_causal=True, query_offset=260 - queries)
 
     def three_times(q, k, v):
         for _ in range(3):
@@ -529,7 +563,8 @@ def test_replays_in_16_bits_give_the_eager_bits(platform):
     heads = 100 if platform == "cuda" else 2
     make = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), (3, 2, 260, heads, 64), jnp.bfloat16))
     for seed in range(100 if platform == "cuda" else 5):
-        args = tuple(make(seed))
+        q, k, v = make(seed)
+        args = q[:, :queries], k, v
         np.testing.assert_array_equal(compiled(*args), three_times(*args))
 
 

@@ -1,5 +1,7 @@
 """NaN and infinity in inputs and memory: what must not be read, and what must not be lost."""
 
+import functools
+
 import harness
 import jax
 import jax.numpy as jnp
@@ -87,6 +89,35 @@ def test_beyond_the_lengths_nothing_leaks(kind, is_causal, poison, platform):
         assert not got.dq[b, queries:].any()
         assert not got.dk[b, keys:].any()
         assert not got.dv[b, keys:].any()
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@quick.KINDS
+def test_beyond_the_end_of_a_cache_nothing_leaks(kind, queries, platform):
+    """With few queries the keys are split into parts, some of them beyond the length."""
+    dtype, precision, _ = harness.KINDS[platform][kind]
+    lengths = np.array([0, 1, 255, 256, 257, 700], np.int32)
+    rng = np.random.default_rng(queries)
+    shapes = [(len(lengths), queries, 8, 64), *2 * [(len(lengths), 900, 2, 64)]]
+    q, k, v = (rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in shapes)
+    beyond = np.arange(900) >= lengths[:, None]
+    nans = [np.where(beyond[..., None, None], DTYPES[dtype](np.nan), x) for x in (k, v)]
+    f = jax.jit(
+        functools.partial(
+            jax_flash.flash_attention,
+            is_causal=True,
+            query_offset=jnp.asarray(lengths - queries),
+            key_value_seq_lengths=jnp.asarray(lengths),
+            return_residual=True,
+            precision=precision,
+        )
+    )
+    with harness.x64(dtype):
+        want, got = f(q, k, v), f(q, *nans)
+    for a, b in zip(got, want, strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    assert not np.asarray(got[0])[0].any()
+    assert np.isneginf(got[1][0]).all()
 
 
 @pytest.mark.parametrize(
