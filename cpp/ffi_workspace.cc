@@ -23,7 +23,8 @@ ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& par
   const bool is_16_bit = params.dtype == DType::kFloat16 || params.dtype == DType::kBFloat16;
   const bool is_deterministic = params.options.deterministic;
   const bool has_mask = !!params.mask, has_segments = params.has_segments();
-  const int64_t B = params.batch, N = params.num_heads, T = params.seqlen_q, S = params.seqlen_kv;
+  const int64_t B = params.batch, N = params.num_heads, K = params.num_kv_heads;
+  const int64_t T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t H = params.head_dim, Hv = params.head_dim_v, D = num_directions;
   const PairArray& mask = params.mask;  // with strides of 0 where it is broadcast or absent
   const int64_t B_mask = mask.batch_stride ? B : 1, N_mask = mask.head_stride ? N : 1;
@@ -31,7 +32,7 @@ ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& par
   const auto ceil_div = [](int64_t size, int64_t unit) { return (size + unit - 1) / unit; };
   const auto round_up = [&](int64_t size, int64_t unit) { return ceil_div(size, unit) * unit; };
   const auto blocks = NumBlocks;
-  // Python decides about these two. The array is the next result when the table asks.
+  // Python decides about these three. The array is the next result when the table asks.
   const auto num_key_parts = [&] {
     const Dims dims = call.PeekResultDims();
     return dims.empty() ? 0 : dims[0];
@@ -40,11 +41,11 @@ ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& par
     const Dims dims = call.PeekResultDims();
     return dims.size() < 2 || dims[1] != 0;
   };
-  // Python decides. No number of parts but what divides the query heads of each key head evenly is taken.
+  // Only a number that divides the query heads of each key head evenly.
   const auto num_head_parts = [&]() -> int64_t {
     const Dims dims = call.PeekResultDims();
     const int64_t parts = dims.size() < 2 ? 0 : dims[1];
-    return parts > 0 && parts % params.num_kv_heads == 0 && N % parts == 0 ? parts : 0;
+    return parts > 0 && K > 0 && parts % K == 0 && N % parts == 0 ? parts : 0;
   };
 
 #define WORKSPACE(name, dtype, condition, ...) \

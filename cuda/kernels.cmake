@@ -10,9 +10,13 @@ set(all_float32 tf32 tf32x3)
 
 if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
   foreach(head_dim IN LISTS JAX_FLASH_HEAD_DIMS)
-    foreach(direction IN ITEMS forward backward backward_dq)
-      jax_flash_kernels(${direction} sm90 "${all_16_bit}" ${head_dim})
-    endforeach()
+    jax_flash_kernels(forward sm90 "${all_16_bit}" ${head_dim})
+    # Head dims that cuda/tiles.h has tiles for; others run on the next larger kernel.
+    if(head_dim MATCHES "^(64|96|128|192|256)$")
+      foreach(direction IN ITEMS backward backward_dq)
+        jax_flash_kernels(${direction} sm90 "${all_16_bit}" ${head_dim})
+      endforeach()
+    endif()
   endforeach()
 endif()
 

@@ -63,7 +63,10 @@ Status launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, 
                     const LaunchContext& context, const Parameters&... parameters) {
   // Code for older cards, which runs on newer ones too, does not wait.
   cudaFuncAttributes compiled;
-  if (const cudaError_t error = cudaFuncGetAttributes(&compiled, kernel); error != cudaSuccess) return error;
+  if (const cudaError_t error = cudaFuncGetAttributes(&compiled, kernel); error != cudaSuccess) {
+    cudaGetLastError();  // or the next launch of this thread would report it
+    return error;
+  }
   if (context.compute_capability < 90 || compiled.ptxVersion < 90) {
     return launch(kernel, blocks, threads, shared_bytes, context, parameters...);
   }
@@ -79,7 +82,9 @@ Status launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, 
   config.stream = context.stream;
   config.attrs = &may_start_early;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, parameters...);
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, parameters...);
+  cudaGetLastError();
+  return error;
 }
 
 __host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -48,7 +48,7 @@ inline int64_t most_keys(const AttentionParams& params) {
   return left < 0 || right < 0 ? all : std::min(all, std::min(left, all) + std::min(right, all) + 1);
 }
 
-// The largest number of keys from the first to the last that any query sees, or a bound on it.
+// A bound on the number of keys from the first to the last that any query sees.
 inline int64_t key_span(const AttentionParams& params) {
   return std::min(params.seqlen_kv, most_keys(params) + params.seqlen_q - 1);
 }

@@ -46,8 +46,8 @@ def is_broadcastable(name: str) -> bool:
     return name in _BROADCASTABLE
 
 
-# The kernel for few queries has tiles of at most 64 rows: those of all query heads of a key head.
-_MOST_DECODE_QUERIES, _MOST_DECODE_ROWS = 16, 64
+_MOST_DECODE_QUERIES = 16  # that the kernel for few queries takes
+_HOPPER_MULTIPROCESSORS = 132  # of H100 and H200
 
 # Compute capabilities with 163 KB of shared memory or more for a block; others have 99 KB.
 _LARGE_SHARED_MEMORY = ("8.0", "8.7", "9.0", "10.0", "10.3", "11.0")
@@ -468,10 +468,11 @@ def _num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions
     sizes = (seqlen_q, num_heads, seqlen_kv, num_kv_heads)
     if not all(isinstance(size, int) and size > 0 for size in sizes) or "dropout_seeds" in operands:
         return 0
-    rows = seqlen_q * (num_heads // num_kv_heads)
-    if seqlen_q > _MOST_DECODE_QUERIES or rows > _MOST_DECODE_ROWS:
-        return 0
-    if not _kernel_head_dim("decode sm80", q.dtype, max(q.shape[-1], v.shape[-1])):
+    head_dim = _kernel_head_dim("decode sm80", q.dtype, max(q.shape[-1], v.shape[-1]))
+    most_rows = (
+        64 if q.dtype.itemsize * head_dim <= 512 else 32
+    )  # of all query heads of a key head: decode_tile
+    if not head_dim or seqlen_q > _MOST_DECODE_QUERIES or seqlen_q * (num_heads // num_kv_heads) > most_rows:
         return 0
     window = options.window_left, 0 if options.is_causal else options.window_right
     keys = seqlen_kv
@@ -479,9 +480,6 @@ def _num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions
         keys = min(keys, sum(window) + seqlen_q + _library.constants()["kVisibilityBlock"])
     part = 256 if keys <= 4096 else 512 if keys <= 32768 else 1024
     return -(-keys // part)
-
-
-_HOPPER_MULTIPROCESSORS = 132  # of H100 and H200
 
 
 def _sums_dq(q, v) -> bool:
@@ -498,12 +496,12 @@ def _num_head_parts(q, k, v, is_causal: bool) -> int:
     """Into how many parts Hopper's backward kernel divides the query heads of all key heads; 0: it does not.
 
     A tile has 128 keys (64 at head dim 256) of one part, and all multiprocessors should have about as many. So with
-    few key heads a part is less than a key head's group. The sums of dk and dv of each part are written and read in
-    float32.
+    few key heads, or long causal tiles, a part is less than a key head's group. The sums of dk and dv of each part are
+    written and read in float32. Lengths, masks and windows, which change the tiles, are not looked at.
     """
     (B, T, N, _), (_, S, K, _) = q.shape, k.shape
     head_dim = _hopper_head_dim(q, v)
-    if not head_dim or K == 0 or N == K or not all(isinstance(size, int) for size in (B, T, N, S, K)):
+    if not head_dim or not all(isinstance(size, int) for size in (B, T, N, S, K)) or N in (0, K):
         return 0
     group, blocks = N // K, -(-S // (128 if head_dim < 256 else 64))
     is_triangle = is_causal and T == S

@@ -155,6 +155,19 @@ void test_workspace() {
   const std::string message = take_sums(16, 0).message();
   expect(message.find("dq_accum must be float32 of shape [2, 80, 6, 8]") != std::string::npos,
          "sums of some rows of dq: " + message);
+  AttentionParams no_heads = params;
+  no_heads.num_heads = no_heads.num_kv_heads = 0;
+  const std::string no_heads_message = take_workspace(Platform::kCuda, Pass::kBackward, no_heads,
+                                                      {counter,
+                                                       {DataType::F32, {2, 0, 128}},
+                                                       {DataType::F32, {2, 0, 128}},
+                                                       {DataType::F32, {2, 80, 0, 8}},
+                                                       parts(3),
+                                                       parts(3)},
+                                                      &workspace)
+                                           .message();
+  expect(no_heads_message.find("dk_parts must be float32 of shape [2, 0, 16, 8]") != std::string::npos,
+         "parts of no heads: " + no_heads_message);
   params.options.deterministic = true;
   expect(take_sums(80, 0).failure(), "sums of a deterministic dq");
 

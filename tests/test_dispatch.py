@@ -10,7 +10,6 @@ import types
 import emulated
 import harness
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -103,6 +102,7 @@ def test_room_for_sums_of_dq(capabilities, head_dim, head_dim_v, dtype, sums, mo
         ((1, 4096, 32, 132), (4096, 1), False, 0),  # not supported by the Hopper kernels
         ((0, 4096, 32, 128), (4096, 1), False, 0),
         ((1, 4096, 0, 128), (4096, 0), False, 0),
+        ((1, 4096, 0, 128), (4096, 2), False, 0),
     ],
 )
 def test_parts_of_the_query_heads(q, kv, is_causal, parts, monkeypatch):
@@ -114,7 +114,7 @@ def test_parts_of_the_query_heads(q, kv, is_causal, parts, monkeypatch):
     shapes = q, (q[0], *kv[:2], q[3]), (q[0], *kv[:2], head_dim_v)
     q, k, v = (jax.core.ShapedArray(shape, jnp.bfloat16) for shape in shapes)
     assert _primitives._num_head_parts(q, k, v, is_causal) == parts
-    (size,) = jax.export.symbolic_shape("b")
+    (size,) = export.symbolic_shape("b")
     symbolic = [jax.core.ShapedArray((size, *x.shape[1:]), x.dtype) for x in (q, k, v)]
     assert _primitives._num_head_parts(*symbolic, is_causal) == 0
     set_local_gpus(monkeypatch, "8.0")

@@ -554,18 +554,18 @@ def test_replays_in_16_bits_give_the_eager_bits(queries, platform):
     """
     attention = functools.partial(jax_flash.flash_attention, is_causal=True, query_offset=260 - queries)
 
-    def three_times(q, k, v):
-        for _ in range(3):
+    def six_times(q, k, v):  # XLA makes no graph of fewer than five
+        for _ in range(6):
             q = attention(q, k, v)
         return q
 
-    compiled = jax.jit(three_times)
+    compiled = jax.jit(six_times)
     heads = 100 if platform == "cuda" else 2
     make = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), (3, 2, 260, heads, 64), jnp.bfloat16))
     for seed in range(100 if platform == "cuda" else 5):
         q, k, v = make(seed)
         args = q[:, :queries], k, v
-        np.testing.assert_array_equal(compiled(*args), three_times(*args))
+        np.testing.assert_array_equal(compiled(*args), six_times(*args))
 
 
 @pytest.mark.parametrize("head_dim", quick.rows([64, 128, 256], quick=[64]))

@@ -212,6 +212,32 @@ def test_nan_is_not_swallowed(kind, platform):
         np.testing.assert_array_equal(got.out, want.out)
 
 
+@pytest.mark.parametrize("value", FLOATS)
+@pytest.mark.parametrize(("operand", "row"), [("q", 1), ("k", 3), ("v", 3), ("k", 698), ("v", 698)])
+@quick.KINDS
+def test_parts_of_the_keys_swallow_nothing(kind, operand, row, value, platform):
+    """With few queries: the same places are NaN, infinite and finite; `row` is in the first or the last part."""
+    dtype, precision, _ = harness.KINDS[platform][kind]
+    rng = np.random.default_rng(0)
+    shapes = [(2, 3, 4, 64), *2 * [(2, 700, 2, 64)]]
+    inputs = [rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in shapes]
+    inputs["qkv".index(operand)][1, row, 1, 3] = value
+    options = dict(is_causal=True, query_offset=697)  # the first query does not see row 698
+    f = jax.jit(
+        functools.partial(jax_flash.flash_attention, precision=precision, return_residual=True, **options)
+    )
+    with harness.x64(dtype):
+        got = [np.asarray(x).astype(np.float64) for x in f(*inputs)]
+    want = oracle.attention(*inputs, **options)[:2]
+    for a, b in zip(got, want, strict=True):
+        # A row that does not see the key may get 0 * NaN from it.
+        seen = np.ones(b.shape, bool)
+        if row == 698 and operand == "v":
+            seen[1, 0, 2:] = False
+        for test in (np.isnan, np.isposinf, np.isneginf):
+            np.testing.assert_array_equal(test(a)[seen], test(b)[seen])
+
+
 @pytest.mark.parametrize("value", quick.rows([np.inf, -np.inf], quick=[np.inf]))
 @pytest.mark.parametrize("operand", ["q", "k", "v"])
 @quick.KINDS

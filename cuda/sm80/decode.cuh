@@ -171,8 +171,7 @@ __global__ void __launch_bounds__(Config::kThreads)
     return KvTile{sQ.base + QTile::kBytes + stage * KvTile::kBytes};
   };
 
-  // ---- Start to load: item 2i of the ring is the keys of the i-th visible block, item 2i + 1 its values
-  // ----
+  // ---- Start to load: items 2i and 2i + 1 of the ring are keys and values of the i-th visible block ----
   using KvLoader = TileLoader<kThreads, KvTile>;
   using QLoader = TileLoader<kThreads, QTile>;
   const int64_t kv_row0 = batch * params.seqlen_kv;
@@ -273,7 +272,7 @@ __global__ void __launch_bounds__(Config::kThreads)
     }
     move_stage();
   }
-  ptx::let_next_grid_start();
+  if (params.num_key_parts > 1) ptx::let_next_grid_start();
 
   // ---- Merge the warps along the keys into the first of them ----
   RowPart parts[2];
@@ -506,10 +505,12 @@ Status decode_rows(const ForwardParams& params, const LaunchContext& context) {
 template <class Arithmetic, int kHeadDim>
 Status decode(const ForwardParams& params, const LaunchContext& context) {
   using ManyRows = DecodeConfig<Arithmetic, kHeadDim, /*kManyRows=*/true, kNoPairs>;
-  if (params.num_key_parts <= 0 || params.num_kv_heads == 0 || params.dropout_seeds)
+  if (params.num_key_parts <= 0 || params.num_kv_heads == 0 || params.head_dim_v == 0 ||
+      params.dropout_seeds) {
     return Status::not_served();
+  }
   const int64_t rows = params.num_heads / params.num_kv_heads * params.seqlen_q;
-  if (rows > ManyRows::kRows) return Status::not_served();
+  if (rows == 0 || rows > ManyRows::kRows) return Status::not_served();
   return rows > 16 ? decode_rows<Arithmetic, kHeadDim, true>(params, context)
                    : decode_rows<Arithmetic, kHeadDim, false>(params, context);
 }

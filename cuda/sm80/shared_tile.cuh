@@ -112,7 +112,9 @@ class TileLoader {
 #pragma unroll 1
     for (int i = 0; i < Tile::kRows; i += kRowsAtOnce) {
       const int64_t first = begin(r + i);
-      const Element* from = static_cast<const Element*>(rows.data) + first + chunk * kChunkElements;
+      // Aligned where there is no row, too.
+      const Element* from =
+          static_cast<const Element*>(rows.data) + (first < 0 ? 0 : first) + chunk * kChunkElements;
       const int count = first < 0 ? 0 : rows.head_dim - chunk * kChunkElements;
       const uint32_t to_row = to + i * Tile::kRowBytes + (((chunk ^ (r + i)) & 7) << 4);
       if (rows.copy_bytes == 16) {

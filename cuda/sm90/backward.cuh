@@ -13,9 +13,9 @@
 // scores of half of the queries each, and own half of the columns of dk and dv, so that p^T and ds^T go
 // through shared memory.
 //
-// Where there are too few tiles for all multiprocessors, the query heads of a key head are divided into
-// parts, each with tiles of its own, whose dk and dv are added up afterwards, in a fixed order
-// (_num_head_parts in jax_flash/_primitives.py chooses how many).
+// Where there are too few tiles for all multiprocessors, or too few long causal ones to hand out one by one,
+// the query heads of a key head are divided into parts, each with tiles of its own, whose dk and dv are added
+// up afterwards, in a fixed order (_num_head_parts in jax_flash/_primitives.py chooses how many).
 //
 // dq, which other blocks share, is added to dq_accum by the copy engine (kWithDq), or left to
 // backward_dq.cuh: when deterministic, and where that is faster.
@@ -110,11 +110,11 @@ using backward_params = BackwardParams;  // by the direction's name, for kernel.
 namespace jax_flash::cuda::sm90 {
 
 // The tiles in the order in which thread blocks take them. An item is a tile, or the first and the last, the
-// second and the last but one tile of a head: when causal, such pairs are all equally long. Where items are
+// second and the last but one tile of a part: when causal, such pairs are all equally long. Where items are
 // equal, blocks stay on their multiprocessors, and an item's rows load while the one before ends; where they
 // are not, there are as many blocks as items, and the hardware starts one where one ends: then causal tiles
-// come longest first, the first one of every head of a section, the second one, ... (a head after the other
-// would have the last head's long tiles end alone: up to 1.5 times as long). Queries, dout and dq of a
+// come longest first, the first one of every part of a section, the second one, ... (a part after the other
+// would have the last part's long tiles end alone: up to 1.5 times as long). Queries, dout and dq of a
 // section fit in L2 together.
 struct BackwardSchedule {
   int n_blocks;       // of one part of the query heads
@@ -321,7 +321,7 @@ struct BackwardTileWork {
 
   // Computed where it is needed: there is no register for it.
   __device__ __forceinline__ int kv_head(const BackwardParams& params) const {
-    return part / static_cast<int>(params.num_head_parts / params.num_kv_heads);
+    return part / (static_cast<int>(params.num_head_parts) / static_cast<int>(params.num_kv_heads));
   }
 
   // The blocks of queries of one head.
@@ -452,10 +452,11 @@ struct BackwardLoader {
             const int rows = min(Config::kBlockM, static_cast<int>(stats_length(params.seqlen_q)) - start);
             bytes = 4 * rows;
             const float infinities[4] = {INFINITY, INFINITY, INFINITY, INFINITY}, zeros[4] = {};
-            for (int i = rows; i < Config::kBlockM; i += 4) {
-              ptx::store_shared_x4(shared.sLse(at.stage) + 4 * i, infinities);
-              ptx::store_shared_x4(shared.sDelta(at.stage) + 4 * i, zeros);
+            for (int beyond = rows; beyond < Config::kBlockM; beyond += 4) {
+              ptx::store_shared_x4(shared.sLse(at.stage) + 4 * beyond, infinities);
+              ptx::store_shared_x4(shared.sDelta(at.stage) + 4 * beyond, zeros);
             }
+            if (rows < Config::kBlockM) ptx::async_proxy_fence();  // the stage's next copies write there, too
           }
           ptx::barrier_arrive_expect(at.full(), 2 * bytes);
           ptx::bulk_load(shared.sLse(at.stage), params.lse_log2 + row + start, bytes, at.full());

@@ -50,9 +50,9 @@ struct Fragments {
   }
 };
 
-// gradient [B, length, heads / parts, columns] = scale * the sum over each `parts` neighbouring heads. A warp
-// turns 16 rows and 32 columns: of each row, a quad of lanes holds 2 columns of every tile and ends with 8
-// columns of one.
+// gradient [B, length, heads / parts, columns] = scale * the sum over every `parts` neighbouring heads. A
+// warp turns 16 rows and 32 columns: of each row, a quad of lanes holds 2 columns of every tile and ends with
+// 8 columns of one.
 template <class Element>
 __global__ void __launch_bounds__(256)
     convert_fragments_kernel(const Fragments sums, int parts, Element* gradient, float scale) {
