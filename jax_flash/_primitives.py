@@ -469,9 +469,7 @@ def _num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions
     if not all(isinstance(size, int) and size > 0 for size in sizes) or "dropout_seeds" in operands:
         return 0
     head_dim = _kernel_head_dim("decode sm80", q.dtype, max(q.shape[-1], v.shape[-1]))
-    most_rows = (
-        64 if q.dtype.itemsize * head_dim <= 512 else 32
-    )  # of all query heads of a key head: decode_tile
+    most_rows = 64 if q.dtype.itemsize * head_dim <= 512 else 32  # of a key head: decode_tile in cuda/tiles.h
     if not head_dim or seqlen_q > _MOST_DECODE_QUERIES or seqlen_q * (num_heads // num_kv_heads) > most_rows:
         return 0
     window = options.window_left, 0 if options.is_causal else options.window_right
@@ -617,18 +615,19 @@ def _lower_backward_bias_cuda(call: _Pass, ctx, *args, **params):
 def _num_bias_parts(q, k, dbias) -> int:
     """Into how many parts the sum of dbias over the batch is divided, so that all multiprocessors have some tiles."""
     (B, T, N, H), S = q.shape, k.shape[1]
-    if (
-        not all(isinstance(size, int) for size in (B, T, N, S))
-        or dbias.shape[0] != 1
-        or dbias.shape[2:] != (T, S)
-    ):
+    if not all(isinstance(size, int) for size in (B, T, N, S)):
         return 1
-    tiles = dbias.shape[1] * -(-T // 128) * -(-S // 128)
-    divisors = (x for x in range(1, B + 1) if B % x == 0)
-    wanted = next((x for x in divisors if x * tiles >= 4 * _HOPPER_MULTIPROCESSORS), max(B, 1))
-    # No more memory than q takes in float32.
-    fitting = [x for x in range(1, wanted + 1) if B % x == 0 and x * dbias.shape[1] * S <= B * N * H]
-    return max(fitting, default=1)
+    if dbias.shape[0] != 1 or dbias.shape[2:] != (T, S):
+        return 1  # there is no such sum, or it is in blocks
+    heads, parts = dbias.shape[1], 1
+    tiles = heads * -(-T // 128) * -(-S // 128)
+    for divisor in (x for x in range(1, B + 1) if B % x == 0):
+        if divisor * heads * S > B * N * H:
+            break  # more memory than q takes in float32
+        parts = divisor
+        if parts * tiles >= 4 * _HOPPER_MULTIPROCESSORS:
+            break
+    return parts
 
 
 def _lower_backward_tangent_cuda(call: _Pass, ctx, *args, **params):
