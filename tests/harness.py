@@ -133,16 +133,16 @@ def check(
     dtype: str,
     kind: str,
     names: tuple[str, ...] = oracle.Result._fields,
-    is_merged: bool = False,
+    is_rounded: bool = False,
 ):
     """Compare the results of a row with the exact ones.
 
-    If `is_merged`, out was merged from parts that were rounded to `dtype`. Where dp and delta cancel, this adds to the
-    errors of dq and dk.
+    If `is_rounded`, dp or delta carries a rounding to `dtype` that the baseline's do not: out was merged from rounded
+    parts, or dp came out of a product in `dtype`. Where the two cancel, this adds to the errors of dq and dk.
     """
     want, naive = exact(case, dtype), None
     terms = 0.0
-    if is_merged:
+    if is_rounded:
         _, _, v, dout, _ = case.inputs(DTYPES[dtype])
         terms = math.prod(np.linalg.norm(x.astype(np.float64), axis=-1).max(initial=0) for x in (dout, v))
     if kind in ("bfloat16", "float16", "tfloat32"):

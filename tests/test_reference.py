@@ -35,7 +35,9 @@ QUICK = [
     quick.in_turn({case.name: case for case in CASES[::3]}, ["float64", "bfloat16"], QUICK),
 )
 def test_is_close_to_exact(case, dtype):
-    harness.check(harness.run(case, dtype, implementation="xla"), case, dtype, dtype)
+    # The transpose of out = P v rounds dp to the dtype of v.
+    is_rounded = dtype == "bfloat16"
+    harness.check(harness.run(case, dtype, implementation="xla"), case, dtype, dtype, is_rounded=is_rounded)
 
 
 CASE = Case("reference", 2, 6, 9, 4, 2, 8, 5)

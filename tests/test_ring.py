@@ -152,7 +152,7 @@ def test_every_option_is_close_to_exact(case, number, layout, kind, platform):
     case = fitted(case, number, layout)
     dtype, precision, rule = harness.KINDS[platform][kind]
     got, gradients = run(case, dtype, mesh, layout, **({} if precision is None else {"precision": precision}))
-    harness.check(got, case, dtype, rule, is_merged=number > 1)
+    harness.check(got, case, dtype, rule, is_rounded=number > 1)
     harness.check_operands(gradients, case, dtype, rule)
 
 
@@ -216,7 +216,7 @@ def test_random_case(seed, platform):
     print(case.options, number, layout, more, sep="\n")  # pytest shows it if the test fails
     dtype, precision, rule = harness.KINDS[platform][_MOST_EXACT]
     got, gradients = run(case, dtype, mesh_of(number), layout, precision=precision, **more)
-    harness.check(got, case, dtype, rule, is_merged=True)
+    harness.check(got, case, dtype, rule, is_rounded=True)
     harness.check_operands(gradients, case, dtype, rule)
 
 
