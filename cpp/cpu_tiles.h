@@ -67,15 +67,32 @@ struct GroupRows {
 // The rows of one batch element and key head in k, v or their gradients.
 template <typename Place>
 struct KeyRows {
+  const AttentionParams& params;
+  const int32_t* page_indices;  // null: the rows follow each other
   Place data;
   int64_t stride;
   int64_t width;
 
   KeyRows(Place tensor, const AttentionParams& params, int64_t batch, int64_t kv_head, int64_t width)
-      : data(tensor), stride(params.num_kv_heads * width), width(width) {
-    data = data + (batch * params.seqlen_kv * stride + kv_head * width);
+      : params(params),
+        page_indices(params.page_indices),
+        data(tensor),
+        stride(params.num_kv_heads * width),
+        width(width) {
+    data = data + kv_head * width;
+    if (page_indices) {
+      page_indices += batch * (params.seqlen_kv / params.page_size);
+    } else {
+      data = data + batch * params.seqlen_kv * stride;
+    }
   }
-  Place Row(int64_t row) const { return data + row * stride; }
+  Place Row(int64_t row) const {
+    if (page_indices) {
+      const int64_t size = params.page_size;
+      row = params.page(page_indices[row / size]) * size + row % size;
+    }
+    return data + row * stride;
+  }
 };
 
 // Copies the tensor's rows [first, end) to the rows of a tile, each padded with zeros to tile_stride. Rows

@@ -158,6 +158,12 @@ ffi::Error CallReader::TakeArg(std::string_view name, DTypes dtypes, const Dims&
   return ffi::Error::Success();
 }
 
+Dims CallReader::PeekArgDims() const {
+  if (next_arg_ >= args_.size()) return {};
+  auto arg = args_.get<ffi::AnyBuffer>(next_arg_);
+  return arg.has_value() ? DimsOf(arg.value()) : Dims{};
+}
+
 Dims CallReader::PeekResultDims() const {
   if (next_result_ >= results_.size()) return {};
   auto result = results_.get<ffi::AnyBuffer>(next_result_);

@@ -103,7 +103,8 @@ class CallReader {
   // follow.
   ffi::Error TakeArg(std::string_view name, DTypes dtypes, const Dims& dims, PairArrays* arrays);
 
-  // The shape of the next result, without taking it; empty if there is none.
+  // The shape of the next argument or result, without taking it; empty if there is none.
+  Dims PeekArgDims() const;
   Dims PeekResultDims() const;
 
   ffi::Error CheckAllTaken() const;

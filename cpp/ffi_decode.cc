@@ -42,8 +42,8 @@ ffi::Error ReadOptions(ffi::Dictionary attributes, Options* options) {
   return CheckOption(o.precision >= 0 && o.precision <= 2, "precision", "0, 1 or 2", o.precision);
 }
 
-// q, k and v, which give every size of the call.
-ffi::Error ReadInputs(CallReader& call, ffi::DataType* dtype, AttentionParams* params) {
+// q, k and v, which give every size of the call. `is_paged`: page_indices follow.
+ffi::Error ReadInputs(CallReader& call, bool is_paged, ffi::DataType* dtype, AttentionParams* params) {
   ffi::AnyBuffer q = NoBuffer(), k = q, v = q;
   RETURN_IF_ERROR(call.NextArg("q", &q));
   RETURN_IF_ERROR(call.NextArg("k", &k));
@@ -69,10 +69,23 @@ ffi::Error ReadInputs(CallReader& call, ffi::DataType* dtype, AttentionParams* p
   params->seqlen_kv = k_dims[1];
   params->num_kv_heads = k_dims[2];
   params->head_dim_v = v_dims[3];
-  RETURN_IF_ERROR(CheckBuffer("k", k, *dtype,
-                              {params->batch, params->seqlen_kv, params->num_kv_heads, params->head_dim}));
-  RETURN_IF_ERROR(CheckBuffer("v", v, *dtype,
-                              {params->batch, params->seqlen_kv, params->num_kv_heads, params->head_dim_v}));
+  params->num_pages = params->page_size = 0;
+  Dims rows = {params->batch, params->seqlen_kv};
+  if (is_paged) {
+    const Dims indices = call.PeekArgDims();
+    const int64_t pages = indices.size() == 2 ? indices[1] : 0;
+    rows = {k_dims[0], k_dims[1]};
+    if (rows[0] <= 0 || rows[1] <= 0 || rows[0] >= kMaxSize || rows[1] >= kMaxSize || pages >= kMaxSize) {
+      return ffi::Error::InvalidArgument(
+          "jax_flash: pages must be at least one, of at least one key, and below 2^29, got shape " +
+          ToString(k_dims) + ".");
+    }
+    params->num_pages = rows[0];
+    params->page_size = rows[1];
+    params->seqlen_kv = pages * params->page_size;
+  }
+  RETURN_IF_ERROR(CheckBuffer("k", k, *dtype, {rows[0], rows[1], params->num_kv_heads, params->head_dim}));
+  RETURN_IF_ERROR(CheckBuffer("v", v, *dtype, {rows[0], rows[1], params->num_kv_heads, params->head_dim_v}));
   const bool heads_divide =
       params->num_kv_heads > 0 ? params->num_heads % params->num_kv_heads == 0 : params->num_heads == 0;
   if (!heads_divide) {
@@ -107,6 +120,7 @@ ffi::Error ReadOptionalOperands(CallReader& call, std::string_view names, ffi::D
   const ffi::DataType LSE = LseType(dtype);
   const DTypes& FLOATING = FloatingTypes();
   const int64_t B = params->batch, N = params->num_heads, T = params->seqlen_q, S = params->seqlen_kv;
+  const int64_t P = params->page_size > 0 ? S / params->page_size : 0;
 #define OPERAND(type, name, operand_dtype, ...)                                            \
   params->name = {};                                                                       \
   if (TakeName(names, #name)) {                                                            \
@@ -114,6 +128,9 @@ ffi::Error ReadOptionalOperands(CallReader& call, std::string_view names, ffi::D
   }
 #include "operands.def"
 #undef OPERAND
+  if (params->page_indices && params->page_size == 0) {
+    return ffi::Error::InvalidArgument("jax_flash: page_indices are for the forward pass only.");
+  }
   if (!params->query_segment_ids != !params->key_value_segment_ids) {
     return ffi::Error::InvalidArgument(
         "jax_flash: query_segment_ids and key_value_segment_ids must come together.");
@@ -201,11 +218,13 @@ VisibilityWorkspace VisibilityOf(const Workspace& workspace, const PairArray& ma
 }
 
 // What every call begins with: options, the names of its operands, and q, k and v.
-ffi::Error ReadStart(CallReader& call, ffi::Dictionary attributes, std::string_view* operands,
+ffi::Error ReadStart(CallReader& call, ffi::Dictionary attributes, Pass pass, std::string_view* operands,
                      ffi::DataType* dtype, AttentionParams* params) {
   RETURN_IF_ERROR(ReadOptions(attributes, &params->options));
   RETURN_IF_ERROR(ReadAttribute(attributes, "operands", operands));
-  return ReadInputs(call, dtype, params);
+  std::string_view names = *operands;
+  const bool is_paged = pass == Pass::kForward && TakeName(names, "page_indices");
+  return ReadInputs(call, is_paged, dtype, params);
 }
 
 }  // namespace
@@ -215,7 +234,7 @@ ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi:
   CallReader call(platform, args, results);
   ffi::DataType dtype;
   std::string_view operands;
-  RETURN_IF_ERROR(ReadStart(call, attributes, &operands, &dtype, params));
+  RETURN_IF_ERROR(ReadStart(call, attributes, Pass::kForward, &operands, &dtype, params));
   RETURN_IF_ERROR(ReadOptionalOperands(call, operands, dtype, params));
 
   const auto [B, T, N] = std::array{params->batch, params->seqlen_q, params->num_heads};
@@ -236,7 +255,7 @@ ffi::Error ReadTangent(ffi::RemainingArgs args, ffi::RemainingRets results, ffi:
   CallReader call(platform, args, results);
   ffi::DataType Q;
   std::string_view operands;
-  RETURN_IF_ERROR(ReadStart(call, attributes, &operands, &Q, params));
+  RETURN_IF_ERROR(ReadStart(call, attributes, Pass::kTangent, &operands, &Q, params));
   const auto [B, T, N, H] = std::array{params->batch, params->seqlen_q, params->num_heads, params->head_dim};
   const auto [S, K, Hv] = std::array{params->seqlen_kv, params->num_kv_heads, params->head_dim_v};
   const ffi::DataType LSE = LseType(Q);
@@ -262,7 +281,7 @@ ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi
   CallReader call(platform, args, results);
   ffi::DataType dtype;
   std::string_view operands;
-  RETURN_IF_ERROR(ReadStart(call, attributes, &operands, &dtype, params));
+  RETURN_IF_ERROR(ReadStart(call, attributes, pass, &operands, &dtype, params));
   const auto [B, T, N, H] = std::array{params->batch, params->seqlen_q, params->num_heads, params->head_dim};
   const auto [S, K, Hv] = std::array{params->seqlen_kv, params->num_kv_heads, params->head_dim_v};
   RETURN_IF_ERROR(call.TakeArg("out", dtype, {B, T, N, Hv}, &params->out));
@@ -304,7 +323,7 @@ ffi::Error ReadBackwardTangent(ffi::RemainingArgs args, ffi::RemainingRets resul
   CallReader call(platform, args, results);
   ffi::DataType Q;
   std::string_view operands;
-  RETURN_IF_ERROR(ReadStart(call, attributes, &operands, &Q, params));
+  RETURN_IF_ERROR(ReadStart(call, attributes, Pass::kBackwardTangent, &operands, &Q, params));
   RETURN_IF_ERROR(ReadNumDirections(call, params));
   const auto [B, T, N, H] = std::array{params->batch, params->seqlen_q, params->num_heads, params->head_dim};
   const auto [S, K, Hv] = std::array{params->seqlen_kv, params->num_kv_heads, params->head_dim_v};

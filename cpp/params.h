@@ -86,8 +86,13 @@ struct AttentionParams {
   Options options;
 
   const void* q;  // [B, T, N, H]
-  const void* k;  // [B, S, K, H]
-  const void* v;  // [B, S, K, Hv]
+  const void* k;  // [B, S, K, H], or [num_pages, page_size, K, H]
+  const void* v;  // [B, S, K, Hv], or [num_pages, page_size, K, Hv]
+
+  // Forward passes with page_indices: key j of a sequence is row j % page_size of a page, the one that
+  // element j / page_size of its page_indices names. Those beyond a length may be anything, and are not to be
+  // read.
+  int64_t num_pages, page_size;  // 0 without page_indices
 
   // Optional operands: null when absent.
 #define OPERAND(type, name, ...) type name;
@@ -97,6 +102,11 @@ struct AttentionParams {
   // Workspace of the CUDA kernels: workspace.def has the shapes.
   VisibilityWorkspace visible;
   int32_t* tile_counter;  // persistent blocks draw tiles from it; null except for 16-bit dtypes
+
+  // The page that an element of page_indices names: a wrong one does no harm.
+  JAX_FLASH_INLINE int64_t page(int32_t index) const {
+    return index < 0 ? 0 : index < num_pages ? index : num_pages - 1;
+  }
 
   JAX_FLASH_INLINE bool has_segments() const { return query_segment_ids != nullptr; }
   // Are single pairs hidden, beyond each row's interval of keys?

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from . import _checks, _dropout, _fused, _reference, _sharding
+from . import _checks, _dropout, _fused, _paged, _reference, _sharding
 from ._alibi import Alibi
 from ._options import AttentionOptions, static_bool
 
@@ -35,6 +35,7 @@ def flash_attention(
     precision: jax.lax.PrecisionLike = None,
     deterministic: bool = False,
     forward_mode: bool = False,
+    page_indices: ArrayLike | None = None,
     return_residual: bool = False,
     implementation: Literal["xla"] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -59,8 +60,8 @@ def flash_attention(
 
     Args:
       query: float16, bfloat16, float32 or float64 (not on GPUs) array, [B, T, N, H].
-      key: array of query's dtype, [B, S, K, H].
-      value: array of query's dtype, [B, S, K, Hv].
+      key: array of query's dtype, [B, S, K, H]; with `page_indices`, [pages, keys of a page, K, H].
+      value: array of query's dtype, [B, S, K, Hv]; with `page_indices`, [pages, keys of a page, K, Hv].
       bias: array of any of the dtypes above, broadcastable to [B, N, T, S], added to the scaled logits; or
         :class:`Alibi`. Not expanded. Differentiable, by a pass of its own.
       mask: bool array, broadcastable to [B, N, T, S]; True where the key is visible. Not expanded; tiles that it
@@ -91,6 +92,10 @@ def flash_attention(
         (The forward pass and the CPU kernel always do.)
       forward_mode: whether JAX may differentiate the call in forward mode, too (`jvp`, `linearize`, `jacfwd`, `grad` of
         a `jvp`). Reverse mode, and forward mode of the gradient, work without it and run the same kernels with it.
+      page_indices: int32 [B, P], for a paged cache (https://arxiv.org/abs/2309.06180): key j of a sequence is key
+        j % n of its page page_indices[b, j // n], where a page has n keys, and S is P * n. Sequences may share pages.
+        `key_value_seq_lengths` is required; pages beyond a length are not read, and their indices may be anything.
+        Others are clamped to the pages that exist. Not differentiable, nor is anything else in such a call.
       return_residual: whether to return the log-sum-exp of each row's logits, too. (In `jax.nn` it has query's dtype
         and no gradient.)
       implementation: None: the fused kernel of the platform; "xla": plain XLA operations on any platform, which
@@ -107,7 +112,7 @@ def flash_attention(
       NotImplementedError: the fused kernels do not support this call, and `implementation="xla"` does: third
         derivatives, platforms and GPUs that this build has no kernels for and, on a GPU, float64, head dims over 256,
         and, if a block has 99 KB of shared memory, float32 gradients of head dims over 128. What depends on the
-        platform is raised while the call is lowered.
+        platform is raised while the call is lowered. Also derivatives of a call with `page_indices`.
     """
     _checks.check_implementation(implementation)
     forward_mode = static_bool("forward_mode", forward_mode)
@@ -131,8 +136,12 @@ def flash_attention(
         dropout_rng=dropout_rng,
         precision=precision,
         deterministic=deterministic,
+        page_indices=page_indices,
     )
-    if implementation == "xla":
+    if page_indices is not None:
+        arrays = _sharding.with_matching_types(call.query, call.key, call.value, call.operands)
+        out, lse = _paged.attention(*arrays, call.options, implementation)
+    elif implementation == "xla":
         out, lse = _reference.attention(call.query, call.key, call.value, call.operands, call.options)
     else:
         arrays = _sharding.with_matching_types(call.query, call.key, call.value, call.operands)
@@ -149,8 +158,8 @@ class Call(NamedTuple):
     """A call that was checked, in the form that `_primitives.forward` takes."""
 
     query: jax.Array  # [B, T, N, H]
-    key: jax.Array  # [B, S, K, H]
-    value: jax.Array  # [B, S, K, Hv]
+    key: jax.Array  # [B, S, K, H], or pages
+    value: jax.Array  # [B, S, K, Hv], or pages
     operands: dict[str, jax.Array]
     options: AttentionOptions
     is_batched: bool  # did the caller's arrays have an axis B?
@@ -175,37 +184,43 @@ def normal_form(
     segment_ids: Any,
     sinks: Any,
     dropout_rng: Any,
+    page_indices: Any = None,
     num_shards: int = 1,
     **static: Any,
 ) -> Call:
     """Checks the arguments of `flash_attention`; `key` and `value` are one of `num_shards` parts of all keys."""
-    query, key, value = _checks.check_qkv(query, key, value)
+    is_paged = page_indices is not None
+    query, key, value = _checks.check_qkv(query, key, value, is_paged=is_paged)
     is_batched = query.ndim == 4
     batch = query.shape[0] if is_batched else None
-    seqlen_kv = num_shards * key.shape[-3]
-    scores = (*query.shape[:-3], query.shape[-2], query.shape[-3], seqlen_kv)  # [B, N, T, S]
+    page_indices = _checks.check_page_indices(page_indices, key_value_seq_lengths, batch)
+    seqlen_kv = page_indices.shape[1] * key.shape[1] if is_paged else key.shape[-3]
+    *batch_shape, seqlen_q, num_heads, head_dim = query.shape
+    scores = (*batch_shape, num_heads, seqlen_q, num_shards * seqlen_kv)  # [B, N, T, S]
 
     scale_factor = _checks.check_scale_array(scale)
     if scale_factor is not None:
         # A power of two, so that the remaining factor is exact; near the default, so that dq and dk without the factor
         # fit in float16.
-        scale = 2.0 ** round(math.log2(1 / math.sqrt(query.shape[-1])))
+        scale = 2.0 ** round(math.log2(1 / math.sqrt(head_dim)))
         scale_factor = scale_factor / scale
-    options = AttentionOptions.resolve(query.shape[-1], scale=scale, **static)
+    options = AttentionOptions.resolve(head_dim, scale=scale, **static)
 
     query_seq_lengths = _checks.check_lengths("query_seq_lengths", query_seq_lengths, batch)
     key_value_seq_lengths = _checks.check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     query_offset = _checks.check_query_offset(query_offset, batch)
     bias = _checks.check_bias(bias, scores)
     mask = _checks.check_mask(mask, scores)
-    query_ids, key_value_ids = _checks.check_segment_ids(segment_ids, query, key)
-    sinks = None if sinks is None else _checks.check_per_head("sinks", sinks, query.shape[-2])
+    query_ids, key_value_ids = _checks.check_segment_ids(segment_ids, tuple(batch_shape), seqlen_q, seqlen_kv)
+    sinks = None if sinks is None else _checks.check_per_head("sinks", sinks, num_heads)
     dropout_rng = _checks.check_dropout_rng(dropout_rng, options.dropout_rate)
 
     if not is_batched:
-        query, key, value = query[None], key[None], value[None]
+        query = query[None]
+        key, value = (x if is_paged else x[None] for x in (key, value))
     bias, alibi_slopes = (None, bias.slopes) if isinstance(bias, Alibi) else (bias, None)
     operands = dict(
+        page_indices=page_indices,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
         query_offset=query_offset,

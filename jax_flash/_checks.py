@@ -37,8 +37,10 @@ def check_implementation(implementation: Any) -> None:
         )
 
 
-def check_qkv(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Checks query, key and value against each other and returns them as JAX arrays."""
+def check_qkv(
+    query: Any, key: Any, value: Any, *, is_paged: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Checks query, key and value, or pages of keys and values, against each other; returns them as JAX arrays."""
     query, key, value = as_array("query", query), as_array("key", key), as_array("value", value)
     if query.dtype not in _DTYPES:
         raise TypeError(f"query must be float16, bfloat16, float32 or float64, got {query.dtype}.")
@@ -47,6 +49,14 @@ def check_qkv(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, j
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
             raise TypeError(f"{name} must have query's dtype {query.dtype}, got {x.dtype}.")
+        if is_paged:
+            if x.ndim != 4 or x.shape[:2] != key.shape[:2] or 0 in x.shape[:2]:
+                like_key = f", like key's {list(key.shape)}" if name == "value" else ""
+                raise ValueError(
+                    f"{name} must have shape [pages, keys of a page, K, {'H' if name == 'key' else 'Hv'}] with "
+                    f"page_indices, none of the first two 0{like_key}, got {_shape(x)}."
+                )
+            continue
         if x.ndim != query.ndim:
             raise ValueError(
                 f"{name} must have as many axes as query ({query.ndim}), got {_shape(x)} with query's "
@@ -76,6 +86,25 @@ def check_qkv(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, j
             f"in {_shape(key)}."
         )
     return query, key, value
+
+
+def check_page_indices(page_indices: Any, key_value_seq_lengths: Any, batch: int | None) -> jax.Array | None:
+    """Checks the pages of each sequence, int32 [B, P] or without a batch axis [P]; returns [B, P]."""
+    if page_indices is None:
+        return None
+    page_indices = as_array("page_indices", page_indices)
+    if page_indices.dtype != jnp.int32:
+        raise TypeError(f"page_indices must be int32, got {page_indices.dtype}.")
+    if batch is None and page_indices.ndim == 1:
+        page_indices = page_indices[None]
+    if page_indices.ndim != 2 or page_indices.shape[0] != (1 if batch is None else batch):
+        expected = (
+            "[P] or [1, P] (pages of the sequence)" if batch is None else f"[{batch}, P] (batch, pages)"
+        )
+        raise ValueError(f"page_indices must have shape {expected}, got {_shape(page_indices)}.")
+    if key_value_seq_lengths is None:
+        raise ValueError("key_value_seq_lengths must be given where page_indices is, got None.")
+    return page_indices
 
 
 def check_scale_array(scale: Any) -> jax.Array | None:
@@ -137,9 +166,9 @@ def check_mask(mask: Any, scores: tuple[int, ...]) -> jax.Array | None:
 
 
 def check_segment_ids(
-    segment_ids: Any, query: jax.Array, key: jax.Array
+    segment_ids: Any, batch: tuple[int, ...], seqlen_q: int, seqlen_kv: int
 ) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
-    """Checks segment ids, and returns those of the queries and those of the keys."""
+    """Checks segment ids, and returns those of the queries and those of the keys; `batch` is () without that axis."""
     if segment_ids is None:
         return None, None
     if isinstance(segment_ids, tuple | list):
@@ -148,19 +177,19 @@ def check_segment_ids(
                 "segment_ids must be an array or a pair (of the queries, of the keys), got "
                 f"{len(segment_ids)} parts."
             )
-    elif query.shape[-3] != key.shape[-3]:
+    elif seqlen_q != seqlen_kv:
         raise ValueError(
             "segment_ids must be a pair (of the queries, of the keys) where their lengths differ, got one "
-            f"array for lengths {query.shape[-3]} and {key.shape[-3]}."
+            f"array for lengths {seqlen_q} and {seqlen_kv}."
         )
     else:
         segment_ids = (segment_ids, segment_ids)
     query_ids, key_ids = (as_array("segment_ids", ids) for ids in segment_ids)
-    for ids, x in ((query_ids, query), (key_ids, key)):
+    for ids, seqlen in ((query_ids, seqlen_q), (key_ids, seqlen_kv)):
         if ids.dtype != jnp.int32:
             raise TypeError(f"segment_ids must be int32, got {ids.dtype}.")
-        if ids.shape != x.shape[:-2]:
-            raise ValueError(f"segment_ids must have shape {list(x.shape[:-2])}, got {_shape(ids)}.")
+        if ids.shape != (*batch, seqlen):
+            raise ValueError(f"segment_ids must have shape {[*batch, seqlen]}, got {_shape(ids)}.")
     return query_ids, key_ids
 
 
@@ -196,6 +225,13 @@ def check_cuda(dtype: np.dtype, head_dim: int, *, is_gradient: bool) -> None:
                     f"{_MAX_SMALL_GPU_FLOAT32_GRADIENT_HEAD_DIM}, got {head_dim}: its blocks have 99 KB of shared "
                     f"memory, and more needs 136 KB. {_USE_XLA}"
                 )
+
+
+def refuse_derivative_of_pages() -> None:
+    raise NotImplementedError(
+        "Attention with page_indices has no derivatives. Gather the pages, as in "
+        "key[page_indices].reshape(B, -1, K, H), and call it without page_indices."
+    )
 
 
 def refuse_third_derivative() -> None:

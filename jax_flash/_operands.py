@@ -10,7 +10,7 @@ class Operand:
     """An array that a call may have. The library has the same table, `cpp/operands.def`; import compares the two."""
 
     name: str
-    # Behind the batch axes: t query rows, s keys, n query heads, w words of a seed.
+    # Behind the batch axes: t query rows, s keys, p pages of a sequence, n query heads, w words of a seed.
     axes: str
     # "lse" is the dtype of the log-sum-exp, "floating" any that query may have.
     dtype: str
@@ -22,6 +22,7 @@ class Operand:
 
 
 OPERANDS = (
+    Operand("page_indices", "p", "int32"),
     Operand("query_seq_lengths", "", "int32"),
     Operand("key_value_seq_lengths", "", "int32"),
     Operand("query_offset", "", "int32"),
@@ -57,12 +58,17 @@ _DIRECTED = {
     *(f"t{cotangent}" for cotangent in ("dq", "dk", "dv", "dbias", "dout", "dlse")),
 }
 
+# Pages of keys and values, which any sequence may have: these arrays have no batch axes.
+POOLED = ("k_pages", "v_pages")
+
 # The axes of each array after those of directions and batch: t query rows, s keys, n query heads, k key heads, d head
-# dim, e head dim of the values, w words of a seed.
+# dim, e head dim of the values, p pages of a sequence, c pages of all sequences, r keys of a page, w words of a seed.
 AXES = {
     "q": "tnd",
     "k": "skd",
     "v": "ske",
+    "k_pages": "crkd",
+    "v_pages": "crke",
     "out": "tne",
     "lse": "tn",
     "dq": "tnd",

@@ -27,7 +27,7 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import _blocked, _checks, _ffi, _library, _partitioning, _workspace
-from ._operands import AXES, DIRECTIONS, OPERANDS, PART_OF_LSE, TANGENTS, is_directed
+from ._operands import AXES, DIRECTIONS, OPERANDS, PART_OF_LSE, POOLED, TANGENTS, is_directed
 from ._options import AttentionOptions
 
 _T = TypeVar("_T")
@@ -67,6 +67,7 @@ class _Pass:
 
 
 _FORWARD = _Pass("jax_flash_forward", ("q", "k", "v"), ("out", "lse"))
+_PAGED_FORWARD = _Pass(_FORWARD.target, ("q", *POOLED), _FORWARD.results)
 _BACKWARD = _Pass("jax_flash_backward", ("q", "k", "v", "out", "lse", "dout"), ("dq", "dk", "dv"))
 _BACKWARD_BIAS = _Pass("jax_flash_backward_bias", _BACKWARD.inputs, ("dbias",))
 _TANGENT = _Pass("jax_flash_tangent", ("q", "k", "v", "out", "lse"), ("tout", "tlse"))
@@ -75,6 +76,7 @@ _BACKWARD_TANGENT = _Pass(
     "jax_flash_backward_tangent", (*_BACKWARD.inputs, "tout", "tlse"), ("tdq", "tdk", "tdv")
 )
 _BACKWARD_BIAS_TANGENT = _Pass("jax_flash_backward_bias_tangent", _BACKWARD_TANGENT.inputs, ("tdbias",))
+_FORWARDS = (_FORWARD, _PAGED_FORWARD)
 
 
 def forward(
@@ -93,6 +95,17 @@ def forward(
       out [B, T, N, Hv] in q's dtype, lse [B, T, N] in float32 (float64 for float64).
     """
     return tuple(_bind(_FORWARD, _forward_p, {"q": q, "k": k, "v": v} | operands, options))
+
+
+def paged_forward(arrays: dict[str, jax.Array], options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
+    """Computes out and lse from keys and values in pages.
+
+    Args:
+      arrays: q and operands of `forward`; k_pages [pages, keys of a page, K, H] and v_pages [pages, keys of a page, K,
+        Hv], without batch axes; page_indices int32 [B, P]. S is P times the keys of a page.
+      options: the static options.
+    """
+    return tuple(_bind(_PAGED_FORWARD, paged_forward_p, arrays, options))
 
 
 def backward(
@@ -196,13 +209,24 @@ def _arrays_of_backward(q, k, v, out, lse, dout, dlse, operands):
 
 
 def _bind(call: _Pass, primitive: Primitive, arrays: dict[str, jax.Array], options: AttentionOptions):
-    unknown = () if call is _FORWARD else _PART_OF_LSE
+    unknown = () if call in _FORWARDS else _PART_OF_LSE
     operands = tuple(name for name in _OPTIONAL if name in arrays and name not in (*unknown, *call.inputs))
     args = (arrays[name] for name in (*call.inputs, *operands))
     return primitive.bind(*args, operands=operands, options=options)
 
 
 # Shapes
+
+
+def _whole_keys(named: dict[str, Any]) -> tuple[jax.core.ShapedArray, jax.core.ShapedArray]:
+    """The types of the keys [..., S, K, H] and values of all sequences, also where they are in pages."""
+    if "k_pages" not in named:
+        return named["k"], named["v"]
+    *batch, num_pages = named["page_indices"].shape
+    return tuple(
+        jax.core.ShapedArray((*batch, num_pages * x.shape[1], *x.shape[2:]), x.dtype)
+        for x in (named[name] for name in POOLED)
+    )
 
 
 def forward_avals(q, k, v, *_, **params):
@@ -325,7 +349,7 @@ def _partitioned(
 ) -> Callable:
     """Makes `local_call` one that XLA partitions over batch axes and heads, but not over sequences or head dims."""
     *batch_shape, seqlen_q, num_heads, _ = named_args["q"].shape
-    seqlen_kv, num_kv_heads, _ = named_args["k"].shape[-3:]
+    seqlen_kv, num_kv_heads, _ = _whole_keys(named_args)[0].shape[-3:]
     arg_shapes = [(name, x.shape) for name, x in named_args.items()]
     results = jax.eval_shape(local_call, *named_args.values())
     result_shapes = [(name, x.shape) for name, x in zip(call.results, results, strict=True)]
@@ -336,8 +360,8 @@ def _partitioned(
             heads = None  # a group of query heads and its key head stay on one device
 
         def sharding(name: str, shape: tuple[int, ...]) -> NamedSharding:
-            spec = [None] * _first_batch_axis(name)
-            spec += [*batch, *(heads if axis in "nk" else None for axis in AXES[name])]
+            spec = [] if name in POOLED else [*[None] * _first_batch_axis(name), *batch]
+            spec += [heads if axis in "nk" else None for axis in AXES[name]]
             if name in _BROADCASTABLE:
                 spec = [None if size == 1 else axes for size, axes in zip(shape, spec, strict=True)]
             return NamedSharding(mesh, PartitionSpec(*spec))
@@ -362,6 +386,8 @@ def _partitioned(
         """Names the axes of an array for the sharding rule, in which equal names are sharded alike."""
         # Query and key heads are one factor where they correspond one to one.
         axes = AXES[name].replace("k", "n") if num_heads == num_kv_heads else AXES[name]
+        if name in POOLED:
+            return list(axes)
         axes = [*(f"b{i}" for i in range(len(batch_shape))), *axes]
         directions = ["directions"] * _first_batch_axis(name)
         if name not in _BROADCASTABLE:
@@ -424,12 +450,12 @@ def _lower_cuda(call: _Pass, ctx, *args, **params):
 def _workspace_avals(call: _Pass, avals, *, operands: tuple[str, ...], options: AttentionOptions):
     """The arrays that the CUDA kernels need for themselves. XLA allocates them, as further results of the call."""
     named = call.by_name(avals, operands)
-    q, k, v = (named[name] for name in "qkv")
+    q, (k, v) = named["q"], _whole_keys(named)
     batch, seqlen_q, num_heads, head_dim = _fold(q, "q").shape
     mask_shape = _fold(named["mask"], "mask").shape if "mask" in named else (1, 1, 1, 1)
     return _workspace.arrays(
         _workspace.Call(
-            is_forward=call is _FORWARD,
+            is_forward=call in _FORWARDS,
             is_gradient=call in (_BACKWARD, _BACKWARD_BIAS, _BACKWARD_TANGENT),
             is_backward=call is _BACKWARD,
             is_backward_tangent=call is _BACKWARD_TANGENT,
@@ -451,7 +477,7 @@ def _workspace_avals(call: _Pass, avals, *, operands: tuple[str, ...], options: 
             num_key_parts=lambda: _num_key_parts(q, k, v, operands, options),
             sums_dq=lambda: _sums_dq(q, v),
             num_head_parts=lambda: _num_head_parts(
-                *(_fold(named[name], name) for name in "qkv"), options.is_causal
+                *(_fold(x, name) for x, name in zip((q, k, v), "qkv", strict=True)), options.is_causal
             ),
         )
     )
@@ -567,6 +593,8 @@ def _fold(aval, name: str) -> jax.core.ShapedArray:
     """The type of an array with its batch axes folded into one."""
     first, end = _first_batch_axis(name), len(aval.shape) - len(AXES[name])
     shape = aval.shape
+    if name in POOLED:
+        return jax.core.ShapedArray(shape, aval.dtype)
     return jax.core.ShapedArray((*shape[:first], math.prod(shape[first:end]), *shape[end:]), aval.dtype)
 
 
@@ -670,13 +698,16 @@ def define(name: str, abstract_eval: Callable) -> Primitive:
     return primitive
 
 
-def _define_pass(call: _Pass, abstract_eval: Callable, **lowerings: Callable) -> Primitive:
-    inner = define(f"{call.target}_call", abstract_eval)
+def _define_pass(
+    call: _Pass, abstract_eval: Callable, *, name: str | None = None, **lowerings: Callable
+) -> Primitive:
+    name = name or call.target
+    inner = define(f"{name}_call", abstract_eval)
     mlir.register_lowering(inner, _lower_elsewhere)
     for platform, lower in lowerings.items():
         mlir.register_lowering(inner, functools.partial(lower, call), platform=platform)
 
-    outer = define(f"{call.target}_pass", abstract_eval)
+    outer = define(f"{name}_pass", abstract_eval)
     _partitioning.register_lowering(outer, functools.partial(_call_on_shards, call, inner))
     return outer
 
@@ -689,6 +720,7 @@ def _without_kernels(compute: Callable) -> dict[str, Callable]:
 
 
 _forward_p = _define_pass(_FORWARD, forward_avals, **_KERNELS)
+paged_forward_p = _define_pass(_PAGED_FORWARD, forward_avals, name="jax_flash_paged_forward", **_KERNELS)
 _backward_p = _define_pass(_BACKWARD, _backward_avals, **_KERNELS)
 _backward_bias_p = _define_pass(
     _BACKWARD_BIAS,

@@ -38,7 +38,7 @@ struct DecodeArguments {
   ForwardParams params;
   LogitScale logit;
   PairOptions pairs;
-  HeadRows q, k, v;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv]
+  HeadRows q, k, v;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv]; k and v may be pages
   int part_blocks;   // blocks of keys in a part
 };
 
@@ -174,6 +174,7 @@ __global__ void __launch_bounds__(Config::kThreads)
   // ---- Start to load: items 2i and 2i + 1 of the ring are keys and values of the i-th visible block ----
   using KvLoader = TileLoader<kThreads, KvTile>;
   using QLoader = TileLoader<kThreads, QTile>;
+  const SequencePages pages(params, batch);
   const int64_t kv_row0 = batch * params.seqlen_kv;
   auto row_of_block = [&](int block) { return (first_block + block) * kBlockN; };
   struct Source {
@@ -186,8 +187,12 @@ __global__ void __launch_bounds__(Config::kThreads)
   auto load_item = [&](Source& source, int stage) {
     if (source.blocks) {
       const int block = take_block(source.blocks);
-      source.loader.load(sKv(stage), row_of_block(block), queries.kv_length);
-      if (source.blocks) source.loader.move_rows((__ffs(source.blocks) - 1 - block) * kBlockN);
+      if (pages) {
+        source.loader.load_pages(sKv(stage), pages, kv_head, row_of_block(block), queries.kv_length);
+      } else {
+        source.loader.load(sKv(stage), row_of_block(block), queries.kv_length);
+        if (source.blocks) source.loader.move_rows((__ffs(source.blocks) - 1 - block) * kBlockN);
+      }
     }
     ptx::copy_async_commit();  // empty groups count, too
   };

@@ -30,7 +30,7 @@ struct ForwardArguments {
   ForwardParams params;
   LogitScale logit;
   PairOptions pairs;
-  HeadRows q, k, v;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv]
+  HeadRows q, k, v;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv]; k and v may be pages
 };
 
 template <class Arithmetic_, int kHeadDim_, PairPolicy kPolicy_>
@@ -93,15 +93,20 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int last_row = num_items > 0 ? block_start(0) : 0;
   using KvLoader = TileLoader<kThreads, KvTile>;
   using QLoader = TileLoader<kThreads, QTile>;
+  const SequencePages pages(params, batch);
   const int64_t kv_row0 = batch * params.seqlen_kv;
   KvLoader k_loader(arguments.k, kv_row0 + last_row, kv_head),
       v_loader(arguments.v, kv_row0 + last_row, kv_head);
   auto load_item = [&](int item, KvLoader& loader) {
     if (item < num_items) {
       const int row = block_start(item / 2);
-      loader.load(sKv(item % kStages), row, mask.kv_length);
-      loader.move_rows(kMayHaveMask ? (item + 2 < num_items ? block_start(item / 2 + 1) - row : 0)
-                                    : -kBlockN);
+      if (pages) {
+        loader.load_pages(sKv(item % kStages), pages, kv_head, row, mask.kv_length);
+      } else {
+        loader.load(sKv(item % kStages), row, mask.kv_length);
+        loader.move_rows(kMayHaveMask ? (item + 2 < num_items ? block_start(item / 2 + 1) - row : 0)
+                                      : -kBlockN);
+      }
     }
     ptx::copy_async_commit();  // empty groups count, too
   };

@@ -10,6 +10,7 @@
 
 #include "accumulator.cuh"
 #include "arithmetic.h"
+#include "pages.cuh"
 #include "ptx/math.h"
 #include "ptx/memory.h"
 
@@ -99,6 +100,46 @@ class TileLoader {
         copy_unaligned(rows_, to + i * Tile::kRowBytes + (((chunk ^ (r + i)) & 7) << 4), from,
                        i < valid_rows ? rows_.head_dim - chunk * kChunkElements : 0);
         from += kRowsAtOnce * rows_.stride;
+      }
+    }
+  }
+
+  // Starts to copy a tile of keys in pages: those from `key` on, of head `head`. The rest as in load.
+  __device__ __forceinline__ void load_pages(Tile tile, const SequencePages& pages, int head, int key,
+                                             int key_limit) const {
+    const int r = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+    const int valid_rows = chunk * kChunkElements < rows_.head_dim ? key_limit - key - r : 0;
+    const uint32_t to = tile.base + r * Tile::kRowBytes + (chunk & ~7) * 16;
+    const Element* first =
+        static_cast<const Element*>(rows_.data) + int64_t{head} * rows_.head_dim + chunk * kChunkElements;
+    const unsigned size = pages.size(), pages_on = kRowsAtOnce / size, rows_on = kRowsAtOnce % size;
+    unsigned index = (key + r) / size, row = (key + r) % size;
+    constexpr int kCopies = Tile::kRows / kRowsAtOnce, kAtOnce = kCopies < 8 ? kCopies : 8;
+#pragma unroll
+    for (int copy = 0; copy < kCopies; copy += kAtOnce) {
+      // All reads of page_indices before the first copy, which waits for one of them.
+      const Element* from[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const bool is_valid = (copy + i) * kRowsAtOnce < valid_rows;
+        from[i] = first + (is_valid ? pages.page(index) * size + row : 0) * rows_.stride;
+        index += pages_on;
+        row += rows_on;
+        if (row >= size) {
+          row -= size;
+          ++index;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int tile_row = (copy + i) * kRowsAtOnce;
+        const uint32_t to_row = to + tile_row * Tile::kRowBytes + (((chunk ^ (r + tile_row)) & 7) << 4);
+        if (rows_.copy_bytes == 16) {
+          ptx::copy_async<16>(to_row, from[i], tile_row < valid_rows);
+        } else {
+          copy_unaligned(rows_, to_row, from[i],
+                         tile_row < valid_rows ? rows_.head_dim - chunk * kChunkElements : 0);
+        }
       }
     }
   }

@@ -62,12 +62,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <numeric>
 
 #include "accumulator.cuh"
 #include "arithmetic.h"
 #include "launch.h"
 #include "mask.cuh"
 #include "masking.cuh"
+#include "pages.cuh"
 #include "pairs.cuh"
 #include "params.h"
 #include "ptx/barrier.h"
@@ -91,13 +93,14 @@ namespace jax_flash::cuda::sm90 {
 
 struct ForwardArguments {
   CUtensorMap q_map;    // [B, T, N, H] in boxes of 64 rows: a consumer's
-  CUtensorMap k_map;    // [B, S, K, H] in boxes of kBlockN rows
-  CUtensorMap v_map;    // [B, S, K, Hv] in boxes of kBlockN rows
+  CUtensorMap k_map;    // [B, S, K, H] in boxes of kBlockN rows; pages in boxes of box_rows
+  CUtensorMap v_map;    // [B, S, K, Hv], likewise
   CUtensorMap out_map;  // [B, T, N, Hv] in boxes of 16 rows: a warp's
   ForwardParams params;
   LogitScale logit;
   PairOptions pairs;
   Schedule schedule;
+  int box_rows;  // kBlockN, or what divides it and a page
 };
 
 template <class Arithmetic_, int kHeadDim_, ForwardTile kTile_, PairPolicy kPolicy_>
@@ -112,7 +115,7 @@ struct ForwardConfig {
   static constexpr bool kPingPong = kTile.ping_pong;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   // setmaxnreg redistributes the 168, 128 or 96 registers a thread that the block was launched with.
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : kConsumers == 3 ? 32 : 24;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
   // out cannot be rescaled while p v runs. A small out is rescaled as soon as p v has ended, a large one
   // while the next scores are computed.
@@ -242,7 +245,7 @@ struct ForwardLoader {
   typename ForwardShared<Config>::KvRing ring = kIsKeys ? shared.k_ring() : shared.v_ring();
   typename ForwardShared<Config>::TileRing tile_ring = shared.tile_ring();
   uint32_t tail_parity = 0;
-  int kv_head, batch;  // of the tile at hand
+  int kv_head, batch, kv_length;  // of the tile at hand
 
   __device__ __forceinline__ void run() {
     const int group = arguments.schedule.num_heads / static_cast<int>(arguments.params.num_kv_heads);
@@ -253,7 +256,7 @@ struct ForwardLoader {
       if (uniform(tile.m_start) < 0) return;
       kv_head = uniform(tile.head) / group;
       batch = uniform(tile.batch);
-      const int kv_length = uniform(tile.mask.kv_length);
+      kv_length = uniform(tile.mask.kv_length);
       const int n_begin = uniform(tile.blocks.begin), n_last = uniform(tile.blocks.end) - 1;
       const typename Config::Keys keys(arguments.params, batch, uniform(tile.head), uniform(tile.m_start), 0,
                                        0);
@@ -295,11 +298,22 @@ struct ForwardLoader {
   // By one thread.
   __device__ __forceinline__ void load(int stage, uint32_t barrier, int row) {
     ptx::barrier_arrive_expect(barrier, Config::kKvBytes);
+    const SequencePages pages(arguments.params, batch);
+#pragma unroll 1
+    for (int i = 0; i < kBlockN; i += arguments.box_rows) {
+      const unsigned key = row + i;
+      int outer = batch, box_row = key;
+      if (pages) {
+        // Behind the keys that count come zeros, from a page that does not exist.
+        const int64_t page = key < kv_length ? pages.page(key / pages.size()) : arguments.params.num_pages;
+        outer = static_cast<int>(page), box_row = key % pages.size();
+      }
 #pragma unroll
-    for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
-      ptx::tensor_load(sKv(stage) + chunk * Config::kKvChunkBytes,
-                       kIsKeys ? arguments.k_map : arguments.v_map, barrier, chunk * kChunkColumns, kv_head,
-                       row, batch, ptx::kEvictLast);
+      for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+        ptx::tensor_load(sKv(stage) + chunk * Config::kKvChunkBytes + i * kChunkRowBytes,
+                         kIsKeys ? arguments.k_map : arguments.v_map, barrier, chunk * kChunkColumns, kv_head,
+                         box_row, outer, ptx::kEvictLast);
+      }
     }
   }
 
@@ -812,11 +826,15 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
   using Element = typename Config::Element;
   ForwardArguments arguments{.params = params, .logit = LogitScale(params), .pairs = PairOptions(params)};
   if (!make_schedule(params, Config::kBlockM, context, &arguments.schedule)) return Status::not_served();
-  const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
+  const int64_t B = params.batch, T = params.seqlen_q;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
+  const auto [outer, rows] = KeyAxes(params);
+  const int box_rows = params.page_indices ? std::gcd(Config::kBlockN, rows) : Config::kBlockN;
+  if (box_rows % 8 != 0) return Status::not_served();  // the swizzle repeats every 8 rows
+  arguments.box_rows = box_rows;
   const bool has_maps = make_tensor_map<Element>(params.q, B, T, N, H, 64, &arguments.q_map) &&
-                        make_tensor_map<Element>(params.k, B, S, K, H, Config::kBlockN, &arguments.k_map) &&
-                        make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kBlockN, &arguments.v_map) &&
+                        make_tensor_map<Element>(params.k, outer, rows, K, H, box_rows, &arguments.k_map) &&
+                        make_tensor_map<Element>(params.v, outer, rows, K, Hv, box_rows, &arguments.v_map) &&
                         make_tensor_map<Element>(params.out, B, T, N, Hv, 16, &arguments.out_map);
   if (!has_maps) return Status::not_served();
   if (arguments.schedule.counter) {

@@ -39,12 +39,22 @@ inline bool has_tensor_map(int64_t batch, int64_t seqlen, int64_t num_heads, int
          2 * seqlen * num_heads * head_dim < int64_t{1} << 40;
 }
 
+// The first two axes of k and v: batch elements and keys, or pages and their keys.
+struct KeyAxes {
+  int64_t outer, rows;
+
+  explicit KeyAxes(const AttentionParams& params)
+      : outer(params.page_indices ? params.num_pages : params.batch),
+        rows(params.page_indices ? params.page_size : params.seqlen_kv) {}
+};
+
 // Do the kernels in cuda/sm90 run on this card, with such tensors?
 inline bool is_served(const AttentionParams& params, const LaunchContext& context) {
-  if (context.compute_capability != 90) return false;
+  if (context.compute_capability != 90 || params.seqlen_kv == 0) return false;
+  const KeyAxes keys(params);
   for (int64_t head_dim : {params.head_dim, params.head_dim_v}) {
     if (!has_tensor_map(params.batch, params.seqlen_q, params.num_heads, head_dim) ||
-        !has_tensor_map(params.batch, params.seqlen_kv, params.num_kv_heads, head_dim)) {
+        !has_tensor_map(keys.outer, keys.rows, params.num_kv_heads, head_dim)) {
       return false;
     }
   }

@@ -1,0 +1,32 @@
+// Keys and values in pages: which page has a key. The array page_indices is read where a key counts, and
+// nowhere else: beyond a length it may hold anything.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace jax_flash::cuda {
+
+// The pages of one sequence.
+struct SequencePages {
+  const AttentionParams& params;
+  const int32_t* indices;  // null: keys and values are not in pages
+
+  __device__ __forceinline__ SequencePages(const AttentionParams& params, int batch)
+      : params(params), indices(params.page_indices) {
+    if (indices) indices += batch * (params.seqlen_kv / params.page_size);
+  }
+
+  __device__ __forceinline__ explicit operator bool() const { return indices != nullptr; }
+
+  // Keys of a page. Divisions by an unsigned number are the faster ones.
+  __device__ __forceinline__ unsigned size() const { return static_cast<unsigned>(params.page_size); }
+
+  // The page of the keys from index * size() on.
+  __device__ __forceinline__ int64_t page(unsigned index) const {
+    return params.page(__ldg(indices + index));
+  }
+};
+
+}  // namespace jax_flash::cuda
