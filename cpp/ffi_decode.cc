@@ -120,7 +120,11 @@ ffi::Error ReadOptionalOperands(CallReader& call, std::string_view names, ffi::D
   const ffi::DataType LSE = LseType(dtype);
   const DTypes& FLOATING = FloatingTypes();
   const int64_t B = params->batch, N = params->num_heads, T = params->seqlen_q, S = params->seqlen_kv;
-  const int64_t P = params->page_size > 0 ? S / params->page_size : 0;
+  const bool is_paged = params->page_size > 0;
+  if (std::string_view first = names; !is_paged && TakeName(first, "page_indices")) {
+    return ffi::Error::InvalidArgument("jax_flash: page_indices are for the forward pass only.");
+  }
+  const int64_t P = is_paged ? S / params->page_size : 0;
 #define OPERAND(type, name, operand_dtype, ...)                                            \
   params->name = {};                                                                       \
   if (TakeName(names, #name)) {                                                            \
@@ -128,9 +132,6 @@ ffi::Error ReadOptionalOperands(CallReader& call, std::string_view names, ffi::D
   }
 #include "operands.def"
 #undef OPERAND
-  if (params->page_indices && params->page_size == 0) {
-    return ffi::Error::InvalidArgument("jax_flash: page_indices are for the forward pass only.");
-  }
   if (!params->query_segment_ids != !params->key_value_segment_ids) {
     return ffi::Error::InvalidArgument(
         "jax_flash: query_segment_ids and key_value_segment_ids must come together.");

@@ -20,13 +20,13 @@ struct SequencePages {
 
   __device__ __forceinline__ explicit operator bool() const { return indices != nullptr; }
 
-  // Keys of a page. Divisions by an unsigned number are the faster ones.
-  __device__ __forceinline__ unsigned size() const { return static_cast<unsigned>(params.page_size); }
+  __device__ __forceinline__ int size() const { return static_cast<int>(params.page_size); }
 
-  // The page of the keys from index * size() on.
-  __device__ __forceinline__ int64_t page(unsigned index) const {
-    return params.page(__ldg(indices + index));
-  }
+  // The place of a key in the sequence's pages, and in its page. Unsigned numbers are divided faster.
+  __device__ __forceinline__ int index_of(int key) const { return unsigned(key) / unsigned(size()); }
+  __device__ __forceinline__ int row_of(int key) const { return unsigned(key) % unsigned(size()); }
+
+  __device__ __forceinline__ int64_t page(int index) const { return params.page(__ldg(indices + index)); }
 };
 
 }  // namespace jax_flash::cuda

@@ -27,6 +27,7 @@ def boolean(*shape):
 
 
 RNG = jax.random.key(0)
+PAGED = dict(key=f32(7, 8, 3, 8), value=f32(7, 8, 3, 8), page_indices=i32(2, 4), key_value_seq_lengths=i32(2))
 
 # The change to a good call, the exception, and its message: argument, expected, got.
 CALLS = {
@@ -148,6 +149,37 @@ CALLS = {
     "segments of three": (dict(segment_ids=(i32(2, 4),) * 3), ValueError, "segment_ids", "pair", "3"),
     "segments of another batch": (
         dict(segment_ids=(i32(2, 4), i32(1, 5))), ValueError, "segment_ids", "[2, 5]", "[1, 5]",
+    ),
+    # Pages
+    "float page indices": (PAGED | dict(page_indices=f32(2, 4)), TypeError, "page_indices", "int32", "float32"),
+    "list of page indices": (PAGED | dict(page_indices=[[0]]), TypeError, "page_indices", "array", "list"),
+    "page indices of another batch": (
+        PAGED | dict(page_indices=i32(3, 4)), ValueError, "page_indices", "[2, P]", "[3, 4]",
+    ),
+    "page indices of rank 1": (PAGED | dict(page_indices=i32(4)), ValueError, "page_indices", "[2, P]", "[4]"),
+    "pages without lengths": (
+        PAGED | dict(key_value_seq_lengths=None), ValueError, "key_value_seq_lengths", "page_indices", "None",
+    ),
+    "pages of rank 3": (PAGED | dict(key=f32(56, 3, 8)), ValueError, "key", "[pages, ", "[56, 3, 8]"),
+    "no pages": (
+        PAGED | dict(key=f32(0, 8, 3, 8), value=f32(0, 8, 3, 8)), ValueError, "key", "[pages, ", "[0, 8, 3, 8]",
+    ),
+    "pages of no keys": (
+        PAGED | dict(key=f32(7, 0, 3, 8), value=f32(7, 0, 3, 8)), ValueError, "key", "[pages, ", "[7, 0, 3, 8]",
+    ),
+    "fewer pages of values": (PAGED | dict(value=f32(6, 8, 3, 8)), ValueError, "value", "[7, 8", "[6, 8, 3, 8]"),
+    "other page size of values": (
+        PAGED | dict(value=f32(7, 4, 3, 8)), ValueError, "value", "[7, 8", "[7, 4, 3, 8]",
+    ),
+    "other heads in pages of values": (
+        PAGED | dict(value=f32(7, 8, 6, 8)), ValueError, "value", "heads 3", "[7, 8, 6, 8]",
+    ),
+    "other head dim in pages": (
+        PAGED | dict(key=f32(7, 8, 3, 16)), ValueError, "key", "head dim 8", "[7, 8, 3, 16]",
+    ),
+    "mask for one page": (PAGED | dict(mask=boolean(4, 8)), ValueError, "mask", "[2, 6, 4, 32]", "[4, 8]"),
+    "segments of pages": (
+        PAGED | dict(segment_ids=(i32(2, 4), i32(7, 8))), ValueError, "segment_ids", "[2, 32]", "[7, 8]",
     ),
     "segments of heads": (
         dict(segment_ids=(i32(2, 4, 6), i32(2, 5, 3))), ValueError, "segment_ids", "[2, 4]", "[2, 4, 6]",

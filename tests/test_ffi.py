@@ -40,8 +40,9 @@ SHAPES = {
     "query_ids": (2, 4),
     "key_ids": (2, 5),
     "seeds": (2, 6, 5),
+    "pages": (2, 4),
 }
-DTYPES = {"query_ids": I32, "key_ids": I32, "mask": BOOL, "seeds": U32}
+DTYPES = {"query_ids": I32, "key_ids": I32, "mask": BOOL, "seeds": U32, "pages": I32}
 
 
 def call(target: str, platform: str, **changes):
@@ -86,6 +87,8 @@ def operand(name: str, names: str, shape=None, dtype=None) -> dict:
 
 
 LENGTHS = dict(extra=["lengths"], operands="key_value_seq_lengths")
+# k and v are then two pages of 5 keys.
+PAGES = dict(extra=["pages"], operands="page_indices")
 # Bad calls of the forward target and their error messages.
 BAD_FORWARD = {
     "q of rank 3": (dict(replace={"q": ((4, 6, 8), F32)}), "q must have 4 axes"),
@@ -126,6 +129,19 @@ BAD_FORWARD = {
         operand("query_ids", "query_segment_ids", (2, 5)), "query_segment_ids must be int32 of shape",
     ),
     "float ids": (operand("key_ids", "key_value_segment_ids", dtype=F32), "key_value_segment_ids must be int32"),
+    "no pages": (
+        PAGES | dict(replace={"k": ((0, 5, 3, 8), F32), "v": ((0, 5, 3, 16), F32)}), "pages must be at least one",
+    ),
+    "pages of no keys": (
+        PAGES | dict(replace={"k": ((2, 0, 3, 8), F32), "v": ((2, 0, 3, 16), F32)}), "pages must be at least one",
+    ),
+    "more pages of values": (PAGES | dict(replace={"v": ((3, 5, 3, 16), F32)}), "v must be float32 of shape"),
+    "page indices of another batch": (
+        PAGES | dict(replace={"pages": ((3, 4), I32)}), "page_indices must be int32 of shape",
+    ),
+    "page indices of rank 1": (PAGES | dict(replace={"pages": ((2,), I32)}), "page_indices must be int32 of shape"),
+    "float page indices": (PAGES | dict(replace={"pages": ((2, 4), F32)}), "page_indices must be int32"),
+    "page indices are missing": (dict(operands="page_indices"), "no argument for page_indices"),
     "two words of seeds": (operand("seeds", "dropout_seeds", (2, 6, 2)), "dropout_seeds must be uint32 of shape"),
     "signed seeds": (operand("seeds", "dropout_seeds", dtype=I32), "dropout_seeds must be uint32"),
     "dropout without seeds": (dict(dropout_rate=np.float64(0.5)), "dropout_rate needs dropout_seeds"),
@@ -140,6 +156,7 @@ BAD_FORWARD = {
     "deterministic is a number": (dict(deterministic=np.float64(1.0)), "deterministic"),
 }  # fmt: skip
 BAD_BACKWARD = {
+    "page indices": (PAGES, "forward pass only"),
     "dout of another shape": (dict(replace={"dout": ((2, 4, 6, 8), F32)}), "dout must be float32 of shape"),
     "dout of another dtype": (dict(replace={"dout": ((2, 4, 6, 16), BF16)}), "dout must be float32"),
     "out of another length": (dict(replace={"out": ((2, 5, 6, 16), F32)}), "out must be float32 of shape"),

@@ -38,6 +38,7 @@ OTHERWISE = {
     "precision": "test_precision_changes_float32_products",
     "deterministic": "test_deterministic_chooses_another_backward",
     "forward_mode": "test_forward_mode_allows_jvp",
+    "page_indices": "test_paged.py::test_indices_are_clamped",
     "return_residual": "test_return_residual_gives_lse_too",
     "implementation": "test_implementation_chooses_what_runs",
 }

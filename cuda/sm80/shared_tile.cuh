@@ -112,8 +112,9 @@ class TileLoader {
     const uint32_t to = tile.base + r * Tile::kRowBytes + (chunk & ~7) * 16;
     const Element* first =
         static_cast<const Element*>(rows_.data) + int64_t{head} * rows_.head_dim + chunk * kChunkElements;
-    const unsigned size = pages.size(), pages_on = kRowsAtOnce / size, rows_on = kRowsAtOnce % size;
-    unsigned index = (key + r) / size, row = (key + r) % size;
+    const int size = pages.size(), pages_on = pages.index_of(kRowsAtOnce),
+              rows_on = pages.row_of(kRowsAtOnce);
+    int index = pages.index_of(key + r), row = pages.row_of(key + r);
     constexpr int kCopies = Tile::kRows / kRowsAtOnce, kAtOnce = kCopies < 8 ? kCopies : 8;
 #pragma unroll
     for (int copy = 0; copy < kCopies; copy += kAtOnce) {

@@ -301,12 +301,12 @@ struct ForwardLoader {
     const SequencePages pages(arguments.params, batch);
 #pragma unroll 1
     for (int i = 0; i < kBlockN; i += arguments.box_rows) {
-      const unsigned key = row + i;
+      const int key = row + i;
       int outer = batch, box_row = key;
       if (pages) {
         // Behind the keys that count come zeros, from a page that does not exist.
-        const int64_t page = key < kv_length ? pages.page(key / pages.size()) : arguments.params.num_pages;
-        outer = static_cast<int>(page), box_row = key % pages.size();
+        const int64_t page = key < kv_length ? pages.page(pages.index_of(key)) : arguments.params.num_pages;
+        outer = static_cast<int>(page), box_row = pages.row_of(key);
       }
 #pragma unroll
       for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
