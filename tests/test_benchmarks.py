@@ -1,0 +1,160 @@
+"""benchmarks/uses.py runs, at small sizes, and its verdict is right."""
+
+import dataclasses
+import importlib
+import json
+import pathlib
+
+import jax
+import pytest
+
+import jax_flash
+
+BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
+QUICK = ["--rounds", "1", "--warmup-ms", "0.1", "--slice-ms", "0.1", "--divide", "512"]
+# Bias and mask, segments, sinks, an offset; and what is checked of each.
+SOME = {
+    "alphafold_512_h16": {"out", "dquery", "dkey", "dvalue", "dbias"},
+    "packed": {"out", "dquery", "dkey", "dvalue"},
+    "gpt_oss": {"out", "dquery", "dkey", "dvalue", "dsinks"},
+    "decode_window": {"out"},
+}
+
+
+@pytest.fixture
+def uses(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "TF_CPP_MIN_LOG_LEVEL"):
+        monkeypatch.setenv(name, "0")  # the script sets them, and this is undone
+    return importlib.import_module("uses")
+
+
+def run(uses, folder: pathlib.Path, *arguments: str) -> tuple[int, dict[str, dict]]:
+    """The exit status, and the rows of the result file by name."""
+    file = folder / "uses.json"
+    status = uses.main([*arguments, *QUICK, "--output", str(file)])
+    return status, {row["name"]: row for row in json.loads(file.read_text())["uses"]}
+
+
+def check(uses, row: dict) -> None:
+    """All programs of jax_flash and XLA ran and were right."""
+    for direction in uses.directions_of(row):
+        for name in ("jax_flash", "xla"):
+            result = row[direction]["results"][name]
+            assert "error" not in result, (row["name"], direction, name, result)
+            assert result["ms"] > 0
+
+
+def test_some_uses(platform, uses, tmp_path, capsys):
+    status, rows = run(uses, tmp_path, *SOME)
+    assert set(rows) == set(SOME)
+    for name, results in SOME.items():
+        check(uses, rows[name])
+        last = uses.directions_of(rows[name])[-1]
+        assert set(rows[name][last]["results"]["jax_flash"]["errors"]) == results, name
+    printed = capsys.readouterr().out
+    assert status == ("below 1: " in printed)
+
+    lines = [line for line in printed.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + len(SOME)
+    assert uses.main(["--markdown", str(tmp_path / "uses.json")]) == 0
+    assert capsys.readouterr().out.splitlines() == lines
+    assert uses.main(["gpt", "--markdown", str(tmp_path / "uses.json")]) == 0
+    assert capsys.readouterr().out.splitlines() == [*lines[:2], lines[4]]
+
+
+@pytest.mark.exhaustive
+def test_every_use(platform, uses, tmp_path):
+    _, rows = run(uses, tmp_path)
+    assert list(rows) == [use.name for use in uses.USES]
+    for row in rows.values():
+        check(uses, row)
+
+
+@pytest.mark.parametrize(
+    ("times", "status", "verdict"),
+    [
+        ((1.0, 1.1, 1.5), 0, None),
+        ((1.0, 1.1, 0.8), 1, "below 1: swin, training: 0.800 (xla)"),
+        ((1.0, 0.9, 0.8), 1, "below 1: swin, training: 0.800 (xla)"),
+        ((1.0, None, None), 0, None),
+        ((None, 1.1, 0.8), 1, "no figure: swin, training: no kernel"),
+    ],
+)
+def test_verdict(uses, monkeypatch, tmp_path, capsys, times, status, verdict):
+    def measured(use, names, timer):
+        results = {name: {"ms": ms} for name, ms in zip(("jax_flash", "cudnn", "xla"), times, strict=True)}
+        for result in results.values():
+            result |= {"error": "no kernel"} if result["ms"] is None else {}
+        good = {"jax_flash": {"ms": 1.0}, "cudnn": {"ms": 2.0}, "xla": {"ms": 3.0}}
+        figures = {"forward": uses.compared(good), "training": uses.compared(results)}
+        return dataclasses.asdict(use) | figures
+
+    monkeypatch.setattr(uses, "measure_use", measured)
+    got, rows = run(uses, tmp_path, "swin_float32", "swin")
+    printed = capsys.readouterr().out
+    assert got == status
+    assert rows["swin"]["forward"]["ratio"] == 2
+    if verdict:
+        assert verdict in printed.splitlines()
+    else:
+        assert "below 1: " not in printed
+
+
+def test_wrong_alternative_does_not_count(uses, monkeypatch, tmp_path, capsys):
+    """One that leaves out the gradient of the bias."""
+    right = jax.nn.dot_product_attention
+
+    def wrong(query, key, value, bias, mask, **options):
+        return right(query, key, value, jax.lax.stop_gradient(bias), mask, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", wrong)
+    _, rows = run(uses, tmp_path, "alphafold_512_h16")
+    forward, training = (rows["alphafold_512_h16"][direction] for direction in ("forward", "training"))
+    assert forward["results"]["xla"]["ms"] > 0
+    assert training["results"]["xla"]["ms"] is None
+    assert training["fastest_alternative"] is None
+    assert "wrong result, relative error over 1.0e-01: dbias 1.0e+00 [alphafold_512_h16]" in (
+        capsys.readouterr().out
+    )
+
+
+def test_refused_alternative_has_a_reason(uses, monkeypatch, tmp_path, capsys):
+    def refuse(*args, **options):
+        raise NotImplementedError("Unsupported sequence length.")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", refuse)
+    status, rows = run(uses, tmp_path, "decode_8x1024")
+    assert status == 0
+    assert rows["decode_8x1024"]["forward"]["results"]["xla"] == {
+        "ms": None,
+        "error": "NotImplementedError: Unsupported sequence length.",
+    }
+    assert "xla: NotImplementedError: Unsupported sequence length. [decode_8x1024]" in capsys.readouterr().out
+
+
+def test_wrong_result_fails(uses, monkeypatch, tmp_path, capsys):
+    right = jax_flash.flash_attention
+
+    def wrong(*args, implementation, **options):
+        out = right(*args, implementation=implementation, **options)
+        return out if implementation else 1.05 * out
+
+    monkeypatch.setattr(jax_flash, "flash_attention", wrong)
+    status, _ = run(uses, tmp_path, "decode_8x1024")
+    assert status == 1
+    assert "no figure: decode_8x1024, forward: wrong result" in capsys.readouterr().out
+
+
+def test_use_that_cannot_be_measured_fails(uses, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(uses, "lower_reference", lambda *_: 1 / 0)
+    status, rows = run(uses, tmp_path, "decode_8x1024")
+    assert status == 1
+    assert rows == {}
+    assert "left out: decode_8x1024: ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_unknown_name(uses, capsys):
+    with pytest.raises(SystemExit):
+        uses.main(["swine"])
+    assert "no use is named swine. Names: swin, " in capsys.readouterr().err
