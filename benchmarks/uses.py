@@ -8,9 +8,9 @@ The rows of `USES` are windows and pair biases, short sequences, small heads, pa
 A figure is the time of a call in milliseconds: of the forward pass and, where people train, of a program that returns
 the output and all gradients, also those of a bias and of sinks.
 
-jax.nn has no offset, segments or ALiBi, and gets a dense mask or bias instead, made beforehand. It cannot express a
-soft cap or sinks: XLA's figure is then that of `implementation="xla"`, marked with a star. The ratio is the time of
-the fastest alternative over that of jax_flash.
+jax.nn has no offset, segments or ALiBi, and gets a dense mask or bias instead, made beforehand. It has no pages, so
+its program gathers the sequences first. It cannot express a soft cap or sinks: XLA's figure is then that of
+`implementation="xla"`, marked with a star. The ratio is the time of the fastest alternative over that of jax_flash.
 
 Before it is timed, each program is checked against plain JAX in float64: the results of the last key head, for the
 last 64 sequences, and the gradient of a bias that all sequences share. An alternative that computes something else
@@ -86,6 +86,7 @@ class Use:
     num_segments: int | None = None  # packed into each row
     is_padded: bool = False  # each sequence has a length of its own
     is_cached: bool = False  # the queries are the last of a sequence, whose keys are in a full cache
+    page_size: int | None = None  # of a cache in pages that lie anywhere
 
     @property
     def num_keys(self) -> int:
@@ -124,6 +125,7 @@ class Use:
             seqlen_kv=self.seqlen_kv and part(self.seqlen_kv),
             window=self.window and (part(self.window[0]), part(self.window[1])),
             num_segments=self.num_segments and min(self.num_segments, 3),
+            page_size=self.page_size and part(self.page_size),
         )
 
     def describe(self) -> str:
@@ -140,6 +142,7 @@ class Use:
         words += [f"soft cap {self.soft_cap:g}"] if self.soft_cap else []
         words += [f"{self.num_segments} segments"] if self.num_segments else []
         words += ["lengths"] if self.is_padded else []
+        words += [f"pages of {self.page_size}"] if self.page_size else []
         words += [self.dtype] if self.dtype != "bfloat16" else []
         words += [f'"{self.precision}"'] if self.precision else []
         return ", ".join(words)
@@ -192,8 +195,12 @@ USES = (
     Use("float32_causal", "float32", 4, 4096, 32, 64, "float32", is_causal=True),
     # New tokens after a cache.
     Use("decode_64x8192", "decoding", 64, 1, **LLAMA, seqlen_kv=8192, **CACHE),
+    Use("decode_64x8192_pages_64", "decoding", 64, 1, **LLAMA, seqlen_kv=8192, page_size=64, **CACHE),
+    Use("decode_64x8192_pages_16", "decoding", 64, 1, **LLAMA, seqlen_kv=8192, page_size=16, **CACHE),
     Use("decode_1x131072", "decoding", 1, 1, **LLAMA, seqlen_kv=131072, **CACHE),
+    Use("decode_1x131072_pages_64", "decoding", 1, 1, **LLAMA, seqlen_kv=131072, page_size=64, **CACHE),
     Use("decode_8x1024", "decoding", 8, 1, **LLAMA, seqlen_kv=1024, **CACHE),
+    Use("decode_8x1024_pages_16", "decoding", 8, 1, **LLAMA, seqlen_kv=1024, page_size=16, **CACHE),
     Use("decode_window", "decoding, Mistral", 32, 1, **LLAMA, seqlen_kv=32768, window=(4095, 0), **CACHE),
     Use("decode_soft_cap", "decoding, Gemma 2", 32, 1, **GEMMA, seqlen_kv=8192, soft_cap=50.0, **CACHE),
     Use("decode_sinks", "decoding, GPT-OSS", 64, 1, **GPT_OSS, seqlen_kv=8192, has_sinks=True, **CACHE),
@@ -248,6 +255,21 @@ def make_operands(use: Use) -> Operands:
     return Operands(floats, others, dout)
 
 
+def in_pages(use: Use, operands: Operands) -> Operands:
+    """The same, with keys and values in pages [B * P, page size, K, H], in a random order."""
+    num_pages = use.batch * (use.num_keys // use.page_size)
+    order = jax.random.permutation(jax.random.key(2), num_pages)
+    pages = {
+        name: operands.differentiated[name].reshape(num_pages, use.page_size, *use.shape("KH"))[order]
+        for name in ("key", "value")
+    }
+    page_indices = jnp.argsort(order).astype(jnp.int32).reshape(use.batch, -1)
+    return operands._replace(
+        differentiated=operands.differentiated | pages,
+        others=operands.others | {"page_indices": page_indices},
+    )
+
+
 def ours(use: Use, implementation: str | None = None) -> Callable[..., jax.Array]:
     """jax_flash's attention, as a function of the arrays in `Operands`."""
 
@@ -291,10 +313,21 @@ def theirs(use: Use, implementation: str) -> Callable[..., jax.Array]:
     """The attention of an alternative, as a function of the arrays in `Operands`, if need be `for_jax_nn`."""
     if use.is_in_jax_nn:
         options = {} if use.has_offset else dict(is_causal=use.is_causal, local_window_size=use.window)
-        return functools.partial(jax.nn.dot_product_attention, implementation=implementation, **options)
+        attention = functools.partial(jax.nn.dot_product_attention, implementation=implementation, **options)
+        return gathering(use, attention) if use.page_size else attention
     if implementation == "xla":
         return ours(use, implementation)
     raise NotImplementedError("jax.nn has no soft cap and no sinks.")
+
+
+def gathering(use: Use, attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """The attention of the sequences in a cache in pages, copied into arrays of their own."""
+
+    def gathered(query: jax.Array, key: jax.Array, value: jax.Array, page_indices: jax.Array, **others: Any):
+        key, value = (x[page_indices].reshape(use.shape("BSKH")) for x in (key, value))
+        return attention(query, key, value, **others)
+
+    return gathered
 
 
 # ---- Checks -----------------------------------------------------------------------------------------------
@@ -387,7 +420,8 @@ def program_of(attention: Callable[..., jax.Array], direction: str) -> Callable[
 
 def measure_use(use: Use, names: Sequence[str], timer: Timer) -> measure.Json:
     """Checks and times one use; an error counts as a result, too."""
-    operands = make_operands(use)
+    plain = make_operands(use)
+    operands = in_pages(use, plain) if use.page_size else plain
     operands_of = dict.fromkeys(names, operands)
     if use.is_in_jax_nn:
         others = for_jax_nn(use, operands.others)
@@ -395,7 +429,7 @@ def measure_use(use: Use, names: Sequence[str], timer: Timer) -> measure.Json:
     directions = DIRECTIONS if use.is_trained else DIRECTIONS[:1]
     results: dict[str, dict[str, measure.Json]] = {direction: {} for direction in directions}
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        reference = pool.submit(lower_reference(use, operands).compile)
+        reference = pool.submit(lower_reference(use, plain).compile)
         compiling = {}
         for direction, name in itertools.product(directions, names):
             results[direction][name] = {"ms": None}
@@ -407,7 +441,7 @@ def measure_use(use: Use, names: Sequence[str], timer: Timer) -> measure.Json:
                 results[direction][name]["error"] = measure.reason(error)
             else:
                 compiling[direction, name] = pool.submit(lowered.compile)
-    expected = {name: np.asarray(x) for name, x in reference.result()(*operands).items()}
+    expected = {name: np.asarray(x) for name, x in reference.result()(*plain).items()}
 
     row: measure.Json = dataclasses.asdict(use)
     for direction in directions:

@@ -12,12 +12,13 @@ import jax_flash
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 QUICK = ["--rounds", "1", "--warmup-ms", "0.1", "--slice-ms", "0.1", "--divide", "512"]
-# Bias and mask, segments, sinks, an offset; and what is checked of each.
+# Bias and mask, segments, sinks, an offset, pages; and what is checked of each.
 SOME = {
     "alphafold_512_h16": {"out", "dquery", "dkey", "dvalue", "dbias"},
     "packed": {"out", "dquery", "dkey", "dvalue"},
     "gpt_oss": {"out", "dquery", "dkey", "dvalue", "dsinks"},
     "decode_window": {"out"},
+    "decode_8x1024_pages_16": {"out"},
 }
 
 
@@ -124,13 +125,13 @@ def test_refused_alternative_has_a_reason(uses, monkeypatch, tmp_path, capsys):
         raise NotImplementedError("Unsupported sequence length.")
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", refuse)
-    status, rows = run(uses, tmp_path, "decode_8x1024")
+    status, rows = run(uses, tmp_path, "speculative")
     assert status == 0
-    assert rows["decode_8x1024"]["forward"]["results"]["xla"] == {
+    assert rows["speculative"]["forward"]["results"]["xla"] == {
         "ms": None,
         "error": "NotImplementedError: Unsupported sequence length.",
     }
-    assert "xla: NotImplementedError: Unsupported sequence length. [decode_8x1024]" in capsys.readouterr().out
+    assert "xla: NotImplementedError: Unsupported sequence length. [speculative]" in capsys.readouterr().out
 
 
 def test_wrong_result_fails(uses, monkeypatch, tmp_path, capsys):
@@ -141,17 +142,17 @@ def test_wrong_result_fails(uses, monkeypatch, tmp_path, capsys):
         return out if implementation else 1.05 * out
 
     monkeypatch.setattr(jax_flash, "flash_attention", wrong)
-    status, _ = run(uses, tmp_path, "decode_8x1024")
+    status, _ = run(uses, tmp_path, "speculative")
     assert status == 1
-    assert "no figure: decode_8x1024, forward: wrong result" in capsys.readouterr().out
+    assert "no figure: speculative, forward: wrong result" in capsys.readouterr().out
 
 
 def test_use_that_cannot_be_measured_fails(uses, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(uses, "lower_reference", lambda *_: 1 / 0)
-    status, rows = run(uses, tmp_path, "decode_8x1024")
+    status, rows = run(uses, tmp_path, "speculative")
     assert status == 1
     assert rows == {}
-    assert "left out: decode_8x1024: ZeroDivisionError" in capsys.readouterr().out
+    assert "left out: speculative: ZeroDivisionError" in capsys.readouterr().out
 
 
 def test_unknown_name(uses, capsys):
