@@ -171,6 +171,15 @@ def test_vmap(platform):
             np.testing.assert_array_equal(x[1], last)
 
 
+def test_vmap_clamps_indices(platform):
+    def f(k, indices):
+        return attention(Q, k, POOL[1], page_indices=indices, key_value_seq_lengths=LENGTHS)[0]
+
+    pools, wild = np.stack([POOL[0], 2 * POOL[0]]), np.full_like(INDICES, PAGES)
+    for got, k in zip(jax.vmap(f, in_axes=(0, None))(pools, wild), pools, strict=True):
+        np.testing.assert_array_equal(got, f(k, wild))
+
+
 def test_vmap_of_vmap(platform):
     def f(q, k, indices):
         return attention(q, k, POOL[1], page_indices=indices, key_value_seq_lengths=LENGTHS)[0]
