@@ -87,7 +87,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          "if not -(2**31) <= number < 2**31:", "if not -(2**31) <= number <= 2**31:",
          "test_errors.py::test_bad_call[offset beyond int32]"),
         ("ids of the keys are checked against the queries",
-         "((query_ids, query), (key_ids, key))", "((query_ids, query), (key_ids, query))",
+         "(key_ids, seqlen_kv)):", "(key_ids, seqlen_q)):",
          "test_forward.py::test_is_close_to_exact[cpu-segments of queries and keys-2]"),
         ("several PRNG keys are accepted",
          "if rng.ndim != (0 if is_key else 1):", "if rng.ndim > 1:",
