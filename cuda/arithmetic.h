@@ -38,6 +38,9 @@ struct tf32x3_infinity {
   using Element = float;
 };
 
+template <class Arithmetic>
+inline constexpr bool kIs16Bit = sizeof(typename Arithmetic::Element) == 2;
+
 // Two float32 rounded to the 16-bit type.
 template <class Arithmetic>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
