@@ -119,8 +119,8 @@ struct ForwardParams : AttentionParams {
   void* out;  // [B, T, N, Hv]
   void* lse;  // [B, T, N], float32 (float64 for float64); -inf or the sink for a fully masked row
 
-  // The parts into which a CUDA kernel for few queries splits the keys of each sequence; 0: the other
-  // kernels run. Python decides. Workspace of these kernels: workspace.def has the shape.
+  // The parts into which a CUDA kernel splits the keys of each sequence, for few queries; 0: into none.
+  // Python decides. Workspace of these kernels: workspace.def has the shape.
   int64_t num_key_parts;
   float* key_parts;
 };

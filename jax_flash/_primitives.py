@@ -52,6 +52,9 @@ _HOPPER_MULTIPROCESSORS = 132  # of H100 and H200
 # Compute capabilities with 163 KB of shared memory or more for a block; others have 99 KB.
 _LARGE_SHARED_MEMORY = ("8.0", "8.7", "9.0", "10.0", "10.3", "11.0")
 
+# With these, Hopper's forward pass runs in its general form.
+_PAIR_OPERANDS = {"mask", "bias", "alibi_slopes", "query_segment_ids", "scale_factor", "dropout_seeds"}
+
 _PART_OF_LSE = tuple(f"{direction}{name}" for direction in ("", *DIRECTIONS) for name in PART_OF_LSE)
 
 
@@ -484,26 +487,41 @@ def _workspace_avals(call: _Pass, avals, *, operands: tuple[str, ...], options: 
 
 
 def _num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions) -> int:
-    """Into how many parts the forward kernel for few queries splits the keys; 0: the other kernels run.
+    """Into how many parts a forward kernel splits the keys; 0: it does not, or there is no such kernel.
 
     It depends neither on the batch nor on the number of heads: a sequence has the same bits alone and in a batch, and
-    with heads on several devices. A part writes 4 bytes for each row and column, so longer sequences have longer parts;
-    but one sequence alone must have parts for all multiprocessors of a GPU.
+    with heads on several devices.
     """
     (seqlen_q, num_heads), (seqlen_kv, num_kv_heads) = q.shape[-3:-1], k.shape[-3:-1]
     sizes = (seqlen_q, num_heads, seqlen_kv, num_kv_heads)
     if not all(isinstance(size, int) and size > 0 for size in sizes) or "dropout_seeds" in operands:
         return 0
-    head_dim = _kernel_head_dim("decode sm80", q.dtype, max(q.shape[-1], v.shape[-1]))
-    most_rows = 64 if q.dtype.itemsize * head_dim <= 512 else 32  # of a key head: decode_tile in cuda/tiles.h
-    if not head_dim or seqlen_q > _MOST_DECODE_QUERIES or seqlen_q * (num_heads // num_kv_heads) > most_rows:
-        return 0
     window = options.window_left, 0 if options.is_causal else options.window_right
     keys = seqlen_kv
     if min(window) >= 0:  # the first block of keys may begin before the first that a query sees
         keys = min(keys, sum(window) + seqlen_q + _library.constants()["kVisibilityBlock"])
-    part = 256 if keys <= 4096 else 512 if keys <= 32768 else 1024
-    return -(-keys // part)
+    if _is_decoding(q, k, v):
+        # A part writes 4 bytes for each row and column, so longer sequences have longer parts; but one sequence alone
+        # must have parts for all multiprocessors of a GPU.
+        part = 256 if keys <= 4096 else 512 if keys <= 32768 else 1024
+        return -(-keys // part)
+    # Hopper's tiles have up to 256 rows, too few tiles where there are few rows. These parts are of all keys, so that a
+    # window would leave most of them empty.
+    has_kernel = _hopper_head_dim("forward", q, v)
+    is_general = options.logits_soft_cap or options.scale <= 0 or set(operands) & _PAIR_OPERANDS
+    if not has_kernel or is_general or keys < seqlen_kv or seqlen_q > 2048 or seqlen_kv < 8 * seqlen_q:
+        return 0
+    part = 2048 if seqlen_q <= 64 else 4096 if seqlen_q <= 256 or keys <= 16384 else 8192
+    return -(-keys // part) if keys > part else 0
+
+
+def _is_decoding(q, k, v) -> bool:
+    """Whether the forward kernel for few queries serves a call without dropout."""
+    (seqlen_q, num_heads), num_kv_heads = q.shape[-3:-1], k.shape[-2]
+    head_dim = _kernel_head_dim("decode sm80", q.dtype, max(q.shape[-1], v.shape[-1]))
+    most_rows = 64 if q.dtype.itemsize * head_dim <= 512 else 32  # of a key head: decode_tile in cuda/tiles.h
+    is_short = seqlen_q <= _MOST_DECODE_QUERIES and seqlen_q * (num_heads // num_kv_heads) <= most_rows
+    return bool(head_dim) and is_short
 
 
 def _sums_dq(q, v) -> bool:
@@ -512,7 +530,7 @@ def _sums_dq(q, v) -> bool:
     Hopper's kernels above head dim 128 leave dq to another kernel, which is faster. Where the program runs on other
     GPUs than it was lowered for, their kernels do so too without that memory, at some cost in speed.
     """
-    head_dim = _hopper_head_dim(q, v)
+    head_dim = _hopper_head_dim("backward", q, v)
     return not head_dim or head_dim <= 128
 
 
@@ -524,7 +542,7 @@ def _num_head_parts(q, k, v, is_causal: bool) -> int:
     written and read in float32. Lengths, masks and windows, which change the tiles, are not looked at.
     """
     (B, T, N, _), (_, S, K, _) = q.shape, k.shape
-    head_dim = _hopper_head_dim(q, v)
+    head_dim = _hopper_head_dim("backward", q, v)
     if not head_dim or not all(isinstance(size, int) for size in (B, T, N, S, K)) or N in (0, K):
         return 0
     group, blocks = N // K, -(-S // (128 if head_dim < 256 else 64))
@@ -548,16 +566,16 @@ def _num_head_parts(q, k, v, is_causal: bool) -> int:
     return K * best if best > 1 else 0
 
 
-def _hopper_head_dim(q, v) -> int:
-    """The head dim of Hopper's backward kernel that is certain to run; 0 if none is."""
+def _hopper_head_dim(direction: str, q, v) -> int:
+    """The head dim of Hopper's kernel that is certain to run; 0 if none is."""
     gpus = _ffi.local_gpus()
     is_hopper = gpus and all(gpu.compute_capability == "9.0" for gpu in gpus)
     head_dims = q.shape[-1], v.shape[-1]
     if not is_hopper or any(head_dim % 8 for head_dim in head_dims):
         return 0
-    # The kernel for 192 takes values of up to 128 (backward_head_dim_v in cuda/tiles.h).
-    smallest = 193 if v.shape[-1] > 128 else 1
-    return _kernel_head_dim("backward sm90", q.dtype, max(*head_dims, smallest))
+    # The gradient's kernel for 192 takes values of up to 128 (backward_head_dim_v in cuda/tiles.h).
+    smallest = 193 if direction == "backward" and v.shape[-1] > 128 else 1
+    return _kernel_head_dim(f"{direction} sm90", q.dtype, max(*head_dims, smallest))
 
 
 def _kernel_head_dim(kind: str, dtype, head_dim: int) -> int:

@@ -60,6 +60,7 @@ def ring_attention(
     precision: jax.lax.PrecisionLike = None,
     deterministic: bool = False,
     forward_mode: bool = False,
+    page_indices: None = None,
     return_residual: bool = False,
     implementation: Literal["xla"] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -85,6 +86,7 @@ def ring_attention(
       query_offset: a Python int lets the call skip, with their transfers, keys that no query sees; an array does not.
       segment_ids: the device's, [B, T / n] (if T == S), or a pair of [B, T / n] and [B, S / n].
       forward_mode: as there. Reverse mode with it keeps the keys of all steps, memory linear in S instead of S / n.
+      page_indices: not supported.
       implementation: None: the fused kernel of the platform; "xla": plain XLA operations, with score matrices of
         T / n x S / n.
 
@@ -95,8 +97,14 @@ def ring_attention(
       TypeError: as `flash_attention`.
       ValueError: as `flash_attention`; or axis_name is no axis here; or layout is unknown; or a shard cannot be halved,
         or with dropout is not a multiple of 16, or of 32 with "zigzag".
-      NotImplementedError: as `flash_attention`; second derivatives by the kernels without `forward_mode`.
+      NotImplementedError: as `flash_attention`; page_indices; second derivatives by the kernels without
+        `forward_mode`.
     """
+    if page_indices is not None:
+        raise NotImplementedError(
+            "ring_attention does not support page_indices, since pages do not travel between devices. Call "
+            "flash_attention with all pages on each device."
+        )
     _checks.check_implementation(implementation)
     forward_mode = static_bool("forward_mode", forward_mode)
     return_residual = static_bool("return_residual", return_residual)

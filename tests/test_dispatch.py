@@ -187,6 +187,7 @@ DECODE = [
     "decode sm80 bfloat16 256",
     "decode sm80 tf32 64",
     "forward sm80 bfloat16 256",
+    "forward sm90 bfloat16 128",
 ]
 
 
@@ -225,7 +226,45 @@ def num_parts(t=1, s=8192, n=32, k=8, h=128, hv=128, dtype="bfloat16", operands=
 )
 def test_number_of_parts(call, parts, monkeypatch):
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": DECODE})
+    monkeypatch.setattr(_ffi, "local_gpus", list)
     assert num_parts(**call) == parts
+
+
+@pytest.mark.parametrize(
+    ("call", "parts"),
+    [
+        (dict(t=512, s=32768), 4),
+        (dict(t=512, s=32767), 4),
+        (dict(t=512, s=32769), 5),
+        (dict(t=512, s=16384), 4),
+        (dict(t=512, s=4097), 2),
+        (dict(t=512, s=4096), 0),
+        (dict(t=513, s=4097), 0),  # few keys for so many queries
+        (dict(t=2048, s=16384), 4),
+        (dict(t=2049, s=131072), 0),
+        (dict(t=256, s=131072), 32),
+        (dict(t=17, s=8192, n=40), 4),
+        (dict(t=16, s=8192, n=40), 4),  # more rows than the kernel for few queries takes
+        (dict(t=512, s=32768, is_causal=True), 4),
+        (dict(t=512, s=32768, is_causal=True, local_window_size=(1000, 0)), 0),
+        (dict(t=512, s=32768, local_window_size=(None, 0)), 4),
+        (dict(t=512, s=32768, operands=("key_value_seq_lengths", "sinks", "query_offset")), 4),
+        (dict(t=512, s=32768, operands=("mask",)), 0),
+        (dict(t=512, s=32768, operands=("scale_factor",)), 0),
+        (dict(t=512, s=32768, logits_soft_cap=3.0), 0),
+        (dict(t=512, s=32768, scale=-1.0), 0),
+        (dict(t=512, s=32768, h=100), 0),  # which the copy engine does not take
+        (dict(t=512, s=32768, h=192, hv=192), 0),  # no such kernel
+        (dict(t=512, s=32768, dtype="float32"), 0),
+    ],
+)
+def test_number_of_parts_of_a_chunk(call, parts, monkeypatch):
+    """On Hopper; elsewhere keys are split for few queries only."""
+    monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": DECODE})
+    for capability, expected in (("9.0", parts), ("8.0", 0)):
+        gpu = types.SimpleNamespace(compute_capability=capability)
+        monkeypatch.setattr(_ffi, "local_gpus", lambda gpu=gpu: [gpu])
+        assert num_parts(**call) == expected
 
 
 def test_number_of_parts_of_symbolic_sizes(monkeypatch):
@@ -277,6 +316,37 @@ def test_parts_in_workspace(dtype, queries, parts, size, head_dim, platform):
             np.testing.assert_allclose(lse[b], np.log(p.sum(-1)), rtol=1e-5, atol=1e-5)
     assert not out[2].any()
     assert np.isneginf(lse[2]).all()
+
+
+@pytest.mark.parametrize("parts", [2, 3, 7, 40])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 40), (192, 128), (256, 256)])
+def test_any_number_of_parts_of_a_chunk(head_dim, head_dim_v, parts, platform):
+    """More than the blocks of keys that there are, too."""
+    if platform == "cpu":
+        pytest.skip("has no workspace")
+    queries, keys, lengths = 200, 700, (700, 333, 0)
+    rng = np.random.default_rng(0)
+    shapes = (3, queries, 2, head_dim), (3, keys, 1, head_dim), (3, keys, 1, head_dim_v)
+    arrays = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+    arrays.append(jnp.asarray(lengths, jnp.int32))
+    options = dataclasses.asdict(AttentionOptions.resolve(head_dim))
+
+    def run(number):
+        out = jax.ShapeDtypeStruct((3, queries, 2, head_dim_v), jnp.bfloat16)
+        of_parts = (number, *out.shape[:-1], -(-head_dim_v // 4) * 4 + 4)
+        types = (
+            out,
+            *(jax.ShapeDtypeStruct(*x) for x in ((out.shape[:-1], F32), ((1,), jnp.int32), (of_parts, F32))),
+        )
+        f = jax.ffi.ffi_call("jax_flash_forward" + "_emulated" * ("JAX_FLASH_EMULATE" in os.environ), types)
+        out, lse, *_ = jax.jit(lambda *args: f(*args, operands="key_value_seq_lengths", **options))(*arrays)
+        return np.asarray(out, np.float64), np.asarray(lse)
+
+    (out, lse), (got_out, got_lse) = run(0), run(parts)
+    np.testing.assert_allclose(got_out, out, atol=2.0**-7, rtol=2.0**-6)
+    np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
+    assert np.isneginf(got_lse[2]).all()
+    assert not got_out[2].any()
 
 
 @pytest.mark.parametrize("kernels", ["all", "sm80"])

@@ -25,6 +25,7 @@ OF_CASES = {
 # Options that no case has.
 OTHERWISE = {
     "precision": "one of harness.KINDS has each",
+    "page_indices": "test_paged.py",
     "forward_mode": "test_derivatives.py, and half of the random cases",
     "return_residual": "all tests of the table return lse, and test_forward.py has one without",
     "implementation": "test_reference.py",

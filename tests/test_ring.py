@@ -697,6 +697,11 @@ _BAD_CALLS = {
     ),
     "a traced option": (dict(is_causal=1), TypeError, "is_causal must be a bool"),
     "implementation": (dict(implementation="cudnn"), ValueError, "implementation must be None"),
+    "pages": (
+        dict(page_indices=np.zeros((2, 1), np.int32)),
+        NotImplementedError,
+        "does not support page_indices",
+    ),
 }
 
 

@@ -66,6 +66,7 @@
 
 #include "accumulator.cuh"
 #include "arithmetic.h"
+#include "key_parts.cuh"
 #include "launch.h"
 #include "mask.cuh"
 #include "masking.cuh"
@@ -103,13 +104,14 @@ struct ForwardArguments {
   int box_rows;  // kBlockN, or what divides it and a page
 };
 
-template <class Arithmetic_, int kHeadDim_, ForwardTile kTile_, PairPolicy kPolicy_>
+template <class Arithmetic_, int kHeadDim_, ForwardTile kTile_, PairPolicy kPolicy_, bool kIsSplit_ = false>
 struct ForwardConfig {
   using Arithmetic = Arithmetic_;
   using Element = typename Arithmetic::Element;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr ForwardTile kTile = kTile_;
   static constexpr PairPolicy kPolicy = kPolicy_;  // the pair options that the kernel handles
+  static constexpr bool kIsSplit = kIsSplit_;      // are keys split over tiles? (key_parts.cuh)
   static constexpr int kConsumers = kTile.consumers, kBlockM = 64 * kConsumers, kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages, kQStages = kTile.q_stages;
   static constexpr bool kPingPong = kTile.ping_pong;
@@ -203,7 +205,7 @@ struct ForwardScheduler {
     for (int index = draw(blockIdx.x);;) {
       typename Config::Tile& tile = shared.tile(tile_ring.stage);
       tile_ring.wait_empty();
-      write_tile<Config::kBlockN>(schedule, arguments.params, index, tile);
+      write_tile<Config::kBlockN, Config::kIsSplit>(schedule, arguments.params, index, tile);
       ptx::barrier_arrive(tile_ring.full());
       if (index >= schedule.num_tiles) return;
       load_q(tile);
@@ -641,6 +643,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ bool end_tile() {
     // ---- Leave the tile, but for what is needed to write out ----
     const int m_start = uniform(tile().m_start), head = uniform(tile().head), batch = uniform(tile().batch);
+    const int part = Config::kIsSplit ? uniform(tile().part) : 0;
     const int to_skip = blocks.begin - uniform(tile().blocks.begin);
     const bool is_empty = blocks.is_empty();
     if (is_empty) q_ring.wait_full(consumer);  // no product waited for q, whose place out may take
@@ -672,7 +675,11 @@ struct ForwardConsumer {
     // ---- Out ----
     if constexpr (!Config::kOutBuffer)
       wait_group();  // out takes the place of q, which a product reads for all
-    write_out(m_start, head, batch, last_q.stage);
+    if constexpr (Config::kIsSplit) {
+      write_part(m_start, head, batch, part);
+    } else {
+      write_out(m_start, head, batch, last_q.stage);
+    }
     if (is_overlapped) first_probabilities(scores);
     if constexpr (!Config::kOutBuffer) {
       if (lane_id() == 0) ptx::tensor_store_wait_read();
@@ -725,6 +732,21 @@ struct ForwardConsumer {
     prepare_pairs(blocks.end - 1);
     soften</*kMasked=*/true>(scores, blocks.end - 1);
     keep_probabilities(scores, blocks.end - 1);
+  }
+
+  // ---- Write a part of the sums, before they are normalized ----
+
+  __device__ __forceinline__ void write_part(int m_start, int head, int batch, int part) {
+    const ForwardParams& params = arguments.params;
+    const PartRows rows(params);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const RowPart end{softmax.max_log2[0][h], row_sum(softmax.sum[0][h])};
+      const int row = m_start + warp_row() + accumulator_row(0, h);
+      if (row >= static_cast<int>(params.seqlen_q)) continue;
+      const int64_t index = (int64_t{batch} * params.seqlen_q + row) * params.num_heads + head;
+      rows.store<Arithmetic>(part, index, end, out, h);
+    }
   }
 
   // ---- Normalise, write out and lse ----
@@ -825,7 +847,10 @@ template <class Config>
 Status launch_forward(const ForwardParams& params, const LaunchContext& context) {
   using Element = typename Config::Element;
   ForwardArguments arguments{.params = params, .logit = LogitScale(params), .pairs = PairOptions(params)};
-  if (!make_schedule(params, Config::kBlockM, context, &arguments.schedule)) return Status::not_served();
+  if (!make_schedule(params, Config::kBlockM, Config::kBlockN, Config::kIsSplit ? params.num_key_parts : 1,
+                     context, &arguments.schedule)) {
+    return Status::not_served();
+  }
   const int64_t B = params.batch, T = params.seqlen_q;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
   const auto [outer, rows] = KeyAxes(params);
@@ -845,7 +870,13 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
     return status;
   }
   const int blocks = arguments.schedule.counter ? context.multiprocessors : arguments.schedule.num_tiles;
-  return launch(forward_kernel<Config>, blocks, Config::kThreads, Config::kSharedBytes, context, arguments);
+  const Status status =
+      launch(forward_kernel<Config>, blocks, Config::kThreads, Config::kSharedBytes, context, arguments);
+  if constexpr (Config::kIsSplit) {
+    constexpr int kCombined = Config::kHeadDim <= 64 ? 64 : Config::kHeadDim <= 128 ? 128 : 256;
+    if (!status.failed()) return launch_combine<typename Config::Arithmetic, kCombined>(params, context);
+  }
+  return status;
 }
 
 template <class Arithmetic, int kHeadDim>
@@ -856,6 +887,10 @@ Status forward(const ForwardParams& params, const LaunchContext& context) {
     constexpr ForwardTile kGeneral = general_forward_tile(kHeadDim);
     constexpr PairPolicy kPolicy = forward_stages_bias(kHeadDim) ? kAnyPairs : kAnyPairsUnstaged;
     return launch_forward<ForwardConfig<Arithmetic, kHeadDim, kGeneral, kPolicy>>(params, context);
+  }
+  if (params.num_key_parts > 1) {
+    using Split = ForwardConfig<Arithmetic, kHeadDim, kLong, kNoPairs, /*kIsSplit=*/true>;
+    return launch_forward<Split>(params, context);
   }
   const bool use_long = context.forced_tile < 0
                             ? is_long(kHeadDim, most_keys(params), params.options.is_causal)

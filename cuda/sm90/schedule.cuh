@@ -6,6 +6,8 @@
 // next tile off a counter: the device alone knows the lengths and offsets that make tiles long or short, and
 // a thread block may start late because another kernel occupies its multiprocessor. The result does not
 // depend on which thread block computes a tile.
+//
+// Where a few rows see many keys, a tile is a part of the keys of its rows, so that there are enough tiles.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +23,9 @@
 namespace jax_flash::cuda::sm90 {
 
 struct Schedule {
-  int num_m_blocks;   // tiles of one head
+  int num_m_blocks;   // blocks of rows of one head
+  int num_parts;      // of the keys: as many tiles have the same rows
+  int part_blocks;    // blocks of keys in a part
   int num_heads;      // of one batch element
   int total_heads;    // of all batch elements
   int section_heads;  // of one section but the last
@@ -30,23 +34,25 @@ struct Schedule {
 };
 
 // False if there are too many tiles to number.
-inline bool make_schedule(const ForwardParams& params, int block_m, const LaunchContext& context,
-                          Schedule* schedule) {
+inline bool make_schedule(const ForwardParams& params, int block_m, int block_n, int64_t num_parts,
+                          const LaunchContext& context, Schedule* schedule) {
   constexpr int64_t kSectionBytes = 18 << 20;  // of keys and values: 9 and 26 MB were slower on 50 MB of L2
   const int64_t total_heads = params.batch * params.num_heads;
   const int64_t num_m_blocks = ceil_div(params.seqlen_q, block_m);
-  if (total_heads * num_m_blocks > std::numeric_limits<int32_t>::max() - context.multiprocessors)
-    return false;
+  const int64_t num_tiles = total_heads * num_m_blocks * num_parts;
+  if (num_tiles > std::numeric_limits<int32_t>::max() - context.multiprocessors) return false;
   const int64_t group = params.num_heads / params.num_kv_heads;
   const int64_t head_bytes = 2 * params.seqlen_kv * (params.head_dim + params.head_dim_v);
   const int64_t num_sections = ceil_div(total_heads / group * head_bytes, kSectionBytes);
   const int64_t section_heads = group * ceil_div(total_heads / group, std::max<int64_t>(num_sections, 1));
   *schedule = {static_cast<int>(num_m_blocks),
+               static_cast<int>(num_parts),
+               static_cast<int>(ceil_div(ceil_div(params.seqlen_kv, block_n), num_parts)),
                static_cast<int>(params.num_heads),
                static_cast<int>(total_heads),
                static_cast<int>(section_heads),
-               static_cast<int>(total_heads * num_m_blocks),
-               total_heads * num_m_blocks > context.multiprocessors ? params.tile_counter : nullptr};
+               static_cast<int>(num_tiles),
+               num_tiles > context.multiprocessors ? params.tile_counter : nullptr};
   return true;
 }
 
@@ -59,12 +65,13 @@ struct PairTile {
   PairHead<false> pairs;
 };
 
-// A tile of rows of one head, and what its rows see.
+// A tile of rows of one head, and what its rows see, or see of a part of the keys.
 template <class Keys, int kConsumers>
 struct WorkTile : std::conditional_t<Keys::kMayBeListed, PairTile<Keys>, Nothing> {
   int m_start;  // -1: there are no more tiles
   int head;
   int batch;
+  int part;                    // where kIsSplit
   KeyBlocks blocks;            // of all rows
   KeyBlocks rows[kConsumers];  // of 64 rows each; begin = end = blocks.begin where they see nothing
   Mask mask;
@@ -72,21 +79,22 @@ struct WorkTile : std::conditional_t<Keys::kMayBeListed, PairTile<Keys>, Nothing
 
 // Fills in tile number `index`, field by field because the thread has few registers. Where a list gives the
 // visible blocks (Keys), blocks are counted along the list.
-template <int kBlockN, class Keys, int kConsumers>
+template <int kBlockN, bool kIsSplit, class Keys, int kConsumers>
 __device__ __forceinline__ void write_tile(const Schedule& schedule, const ForwardParams& params, int index,
                                            WorkTile<Keys, kConsumers>& tile) {
   if (index >= schedule.num_tiles) {
     tile.m_start = -1;
     return;
   }
-  const int section_tiles = schedule.section_heads * schedule.num_m_blocks;
+  const int num_parts = kIsSplit ? schedule.num_parts : 1;
+  const int section_tiles = schedule.section_heads * schedule.num_m_blocks * num_parts;
   const int section = index / section_tiles;
   const int in_section = index - section * section_tiles;
   const int first_head = section * schedule.section_heads;
   const int heads = min(schedule.section_heads, schedule.total_heads - first_head);
-  const int m_from_last = in_section / heads;
-  const int m_start = (schedule.num_m_blocks - 1 - m_from_last) * 64 * kConsumers;
-  const int head_and_batch = first_head + in_section - m_from_last * heads;
+  const int from_last = in_section / heads, part = from_last % num_parts;
+  const int m_start = (schedule.num_m_blocks - 1 - from_last / num_parts) * 64 * kConsumers;
+  const int head_and_batch = first_head + in_section - from_last * heads;
   const int batch = head_and_batch / schedule.num_heads;
   const Mask mask(params, batch);
   tile.m_start = m_start;
@@ -95,13 +103,25 @@ __device__ __forceinline__ void write_tile(const Schedule& schedule, const Forwa
   tile.mask = mask;
   // Rows beyond the end of out are neither masked nor written.
   const int rows_left = static_cast<int>(params.seqlen_q) - m_start;
-  KeyBlocks blocks = mask.key_blocks<kBlockN>(m_start, min(64 * kConsumers, rows_left));
+  // A part has the same keys for all rows and batch elements, whatever they see.
+  auto of_part = [&](KeyBlocks blocks) {
+    if constexpr (kIsSplit) {
+      const int first = part * schedule.part_blocks, end = first + schedule.part_blocks;
+      blocks.begin = max(blocks.begin, first);
+      blocks.end = max(min(blocks.end, end), blocks.begin);
+      blocks.whole_begin = max(blocks.whole_begin, first);
+      blocks.whole_end = min(blocks.whole_end, end);
+    }
+    return blocks;
+  };
+  KeyBlocks blocks = of_part(mask.key_blocks<kBlockN>(m_start, min(64 * kConsumers, rows_left)));
   const Keys keys(params, batch, tile.head, m_start, 0, 0);
   if (keys.is_listed()) blocks = {0, keys.count, 0, 0};
   if constexpr (Keys::kMayBeListed) {
     tile.keys = keys;
     tile.pairs = PairHead<false>(params, batch, tile.head);
   }
+  if constexpr (kIsSplit) tile.part = part;
   tile.blocks = blocks;
 #pragma unroll 1
   for (int i = 0; i < kConsumers; ++i) {
@@ -114,7 +134,7 @@ __device__ __forceinline__ void write_tile(const Schedule& schedule, const Forwa
       tile.rows[i] = rows;
       continue;
     }
-    KeyBlocks rows = mask.key_blocks<kBlockN>(m_start + 64 * i, min(64, rows_left - 64 * i));
+    KeyBlocks rows = of_part(mask.key_blocks<kBlockN>(m_start + 64 * i, min(64, rows_left - 64 * i)));
     if (rows.is_empty()) rows.begin = rows.end = blocks.begin;
     tile.rows[i] = rows;
   }
