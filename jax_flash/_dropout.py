@@ -15,11 +15,13 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _DECISION_BITS = 16
 
+UNIT = 16  # a part of a sequence begins at a multiple of so many rows and columns
+
 
 def make_seeds(rng: jax.Array, batch: int, num_heads: int) -> jax.Array:
     """uint32 [B, N, 5]: of each head the key of Philox in two words, the head's number, and the first row and column.
 
-    The last two are 0 here. Where a call is a part of a longer sequence, they are multiples of 16.
+    The last two are 0 here. Where a call is a part of a longer sequence, they are multiples of UNIT.
     """
     key = jax.random.bits(rng, (2,), jnp.uint32)
     heads = jnp.arange(batch * num_heads, dtype=jnp.uint32).reshape(batch, num_heads, 1)
@@ -27,9 +29,9 @@ def make_seeds(rng: jax.Array, batch: int, num_heads: int) -> jax.Array:
     return jnp.concatenate([jnp.broadcast_to(key, (batch, num_heads, 2)), heads, first], axis=-1)
 
 
-def of_part(seeds: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
+def of_part(seeds: jax.Array, row: jax.Array | int, column: jax.Array | int) -> jax.Array:
     """The seeds of the part of the sequence that begins at this row and column."""
-    return seeds.at[..., 3:].set(jnp.stack([row, column]).astype(jnp.uint32))
+    return seeds.at[..., 3:].add(jnp.stack([row, column]).astype(jnp.uint32))
 
 
 def keep(seeds: jax.Array, rate: float, seqlen_q: int, seqlen_kv: int) -> jax.Array:

@@ -26,7 +26,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import _blocked, _checks, _ffi, _library, _partitioning, _workspace
+from . import _blocked, _checks, _dropout, _ffi, _library, _partitioning, _subsequence, _workspace
 from ._operands import AXES, DIRECTIONS, OPERANDS, PART_OF_LSE, POOLED, TANGENTS, is_directed
 from ._options import AttentionOptions
 
@@ -211,7 +211,9 @@ def _arrays_of_backward(q, k, v, out, lse, dout, dlse, operands):
     return arrays | ({} if dlse is None else {"dlse": dlse}) | operands
 
 
-def _bind(call: _Pass, primitive: Primitive, arrays: dict[str, jax.Array], options: AttentionOptions):
+def _bind(
+    call: _Pass, primitive: Primitive, arrays: dict[str, jax.Array], options: AttentionOptions
+) -> list[jax.Array]:
     unknown = () if call in _FORWARDS else _PART_OF_LSE
     operands = tuple(name for name in _OPTIONAL if name in arrays and name not in (*unknown, *call.inputs))
     args = (arrays[name] for name in (*call.inputs, *operands))
@@ -258,7 +260,7 @@ def _backward_bias_avals(*args, operands, **params):
     q, k, _, _, lse = args[:5]
     *batch, seqlen_q, num_heads, _ = q.shape
     spec = q.sharding.spec
-    sizes, specs = [*batch, num_heads, seqlen_q, k.shape[-3]], [*spec[:-3], spec[-2], None, None]
+    sizes, specs = [*batch, num_heads, seqlen_q, k.shape[-3]], [*spec[:-3], spec[-2], spec[-3], None]
     bias = _BACKWARD_BIAS.by_name(args, operands).get("bias")
     has_pairs = bias is not None and bias.shape[-2:] == tuple(sizes[-2:])
     for axis in (-4, -3) if has_pairs else (-2, -1):
@@ -301,7 +303,7 @@ def _backward_bias_tangent_avals(*args, operands, **params):
     q, lse, bias = named["q"], named["lse"], named.get("bias")
     *batch, seqlen_q, num_heads, _ = q.shape
     spec = q.sharding.spec
-    sizes, specs = [*batch, num_heads, seqlen_q, named["k"].shape[-3]], [*spec[:-3], spec[-2], None, None]
+    sizes, specs = [*batch, num_heads, seqlen_q, named["k"].shape[-3]], [*spec[:-3], spec[-2], spec[-3], None]
     has_pairs = bias is not None and bias.shape[-2:] == tuple(sizes[-2:])
     for axis in (-4, -3) if has_pairs else (-2, -1):
         if bias is None or bias.shape[axis] == 1:
@@ -315,17 +317,17 @@ def _backward_bias_tangent_avals(*args, operands, **params):
 
 
 def _call_on_shards(call: _Pass, inner: Primitive, whole_mesh: Mesh | None, *args: jax.Array, **params):
-    """Calls `inner` on each device, for the device's part of the batch and of the heads."""
-    local_call = functools.partial(inner.bind, **params)
+    """Calls `inner` on each device, for the device's part of the batch, the heads and the query rows."""
     batch_shape = args[0].shape[: -len(AXES["q"])]
-    wanted_shapes = [x.shape for x in jax.eval_shape(local_call, *args)]
-    named_args = {
+    wanted_shapes = [x.shape for x in jax.eval_shape(functools.partial(inner.bind, **params), *args)]
+    arrays = {
         name: _expand_mixed_batch_axes(name, x, batch_shape)
         for name, x in call.by_name(args, params["operands"]).items()
     }
+    local_call = functools.partial(_bind, call, inner, options=params["options"])
     if _partitioning.CAN_PARTITION:
-        local_call = _partitioned(call, local_call, whole_mesh, named_args)
-    results = local_call(*named_args.values())
+        local_call = _partitioned(call, local_call, whole_mesh, arrays, params["options"])
+    results = local_call(arrays)
     # Where the bias was expanded, the last batch axis of dbias was too: it is summed over.
     return [
         x if x.shape == shape else jnp.sum(x, _first_batch_axis(name) + len(batch_shape) - 1, keepdims=True)
@@ -348,42 +350,21 @@ def _first_batch_axis(name: str) -> int:
 
 
 def _partitioned(
-    call: _Pass, local_call: Callable, whole_mesh: Mesh | None, named_args: dict[str, jax.Array]
+    call: _Pass,
+    local_call: Callable,
+    whole_mesh: Mesh | None,
+    arrays: dict[str, jax.Array],
+    options: AttentionOptions,
 ) -> Callable:
-    """Makes `local_call` one that XLA partitions over batch axes and heads, but not over sequences or head dims."""
-    *batch_shape, seqlen_q, num_heads, _ = named_args["q"].shape
-    seqlen_kv, num_kv_heads, _ = _whole_keys(named_args)[0].shape[-3:]
-    arg_shapes = [(name, x.shape) for name, x in named_args.items()]
-    results = jax.eval_shape(local_call, *named_args.values())
-    result_shapes = [(name, x.shape) for name, x in zip(call.results, results, strict=True)]
+    """Makes `local_call` one that XLA partitions over batch axes, heads and query rows, not over keys or head dims.
 
-    def partition(mesh, arg_infos, result_infos):
-        *batch, _, heads, _ = _divisible_spec(mesh, arg_infos[0])
-        if num_kv_heads % _num_parts(mesh, heads):
-            heads = None  # a group of query heads and its key head stay on one device
-
-        def sharding(name: str, shape: tuple[int, ...]) -> NamedSharding:
-            spec = [] if name in POOLED else [*[None] * _first_batch_axis(name), *batch]
-            spec += [heads if axis in "nk" else None for axis in AXES[name]]
-            if name in _BROADCASTABLE:
-                spec = [None if size == 1 else axes for size, axes in zip(shape, spec, strict=True)]
-            return NamedSharding(mesh, PartitionSpec(*spec))
-
-        def call_and_sum(*args):
-            results = local_call(*args)
-            if call not in (_BACKWARD_BIAS, _BACKWARD_BIAS_TANGENT):
-                return results
-            # The kernel sums over its own batch elements and heads; psum adds those of the other devices.
-            last_batch_axis = _first_batch_axis(call.results[0]) + len(batch_shape) - 1
-            sizes = result_shapes[0][1][last_batch_axis : last_batch_axis + 2]
-            parts = zip(sizes, (batch[-1], heads), strict=True)
-            axes = [axis for size, axes in parts if size == 1 and axes for axis in _as_tuple(axes)]
-            with _no_mesh():
-                return [jax.lax.psum(x, axes) if axes else x for x in results]
-
-        result_shardings = [sharding(*named) for named in result_shapes]
-        arg_shardings = tuple(sharding(*named) for named in arg_shapes)
-        return whole_mesh or mesh, call_and_sum, result_shardings, arg_shardings
+    A device has all keys, and the rows of a part of the sequence. It adds a part to the gradients that are sums over
+    rows.
+    """
+    *batch_shape, seqlen_q, num_heads, _ = arrays["q"].shape
+    seqlen_kv, num_kv_heads, _ = _whole_keys(arrays)[0].shape[-3:]
+    results = zip(call.results, jax.eval_shape(local_call, arrays), strict=True)
+    result_shapes = {name: x.shape for name, x in results}
 
     def factors(name: str, shape: tuple[int, ...]) -> list[str]:
         """Names the axes of an array for the sharding rule, in which equal names are sharded alike."""
@@ -403,15 +384,78 @@ def _partitioned(
             for i, (axis, size, full) in enumerate(zip(axes, shape, sizes, strict=True))
         ]
 
-    rule = [[factors(*named) for named in group] for group in (arg_shapes, result_shapes)]
+    arg_factors = {name: factors(name, x.shape) for name, x in arrays.items()}
+    result_factors = {name: factors(name, shape) for name, shape in result_shapes.items()}
+
+    def partition(mesh, arg_infos, result_infos):
+        *batch, rows, heads, _ = _divisible_spec(mesh, arg_infos[0])
+        if num_kv_heads % _num_parts(mesh, heads):
+            heads = None  # a group of query heads and its key head stay on one device
+        num_rows = seqlen_q // _num_parts(mesh, rows)
+        if num_rows == seqlen_q or ("dropout_seeds" in arrays and num_rows % _dropout.UNIT):
+            rows = None
+        mesh_axes = {f"b{i}": axes for i, axes in enumerate(batch)} | {"t": rows, "n": heads}
+
+        def sharding(names: list[str], keys: tuple = ()) -> NamedSharding:
+            axes = mesh_axes | {"k": heads, "s": keys or None}
+            return NamedSharding(mesh, PartitionSpec(*map(axes.get, names)))
+
+        # A result that lacks an axis is a sum over it, of which each device has a part. Over query heads that share a
+        # key head the kernel sums. A sum may be scattered along the keys.
+        summed, scattered = {}, {}
+        for (name, own), info in zip(result_factors.items(), result_infos, strict=True):
+            own = ["n" if factor == "k" else factor for factor in own]
+            missing = [axes for factor, axes in mesh_axes.items() if axes and factor not in own]
+            summed[name] = [axis for axes in missing for axis in _as_tuple(axes)]
+            keys = dict(zip(own, _divisible_spec(mesh, info), strict=True)).get("s") or ()
+            scattered[name] = _as_tuple(keys) if {*_as_tuple(keys)} <= {*summed[name]} else ()
+        result_shardings = {name: sharding(own, scattered[name]) for name, own in result_factors.items()}
+
+        def call_and_sum(*args: jax.Array) -> list[jax.Array]:
+            part = dict(zip(arrays, args, strict=True))
+            with _no_mesh():
+                if rows:
+                    row = jax.lax.axis_index(rows) * num_rows
+                    needs_offset = _subsequence.needs_offset(part, options)
+                    part = _subsequence.at(part, row, 0, with_offset=needs_offset)
+                return [sum_of_parts(*x) for x in zip(call.results, local_call(part), strict=True)]
+
+        def sum_of_parts(name: str, x: jax.Array) -> jax.Array:
+            if not summed[name]:
+                return x
+            if name in _BROADCASTABLE and rows and "t" not in result_factors[name]:
+                x = jnp.sum(x, -2, keepdims=True)  # the blocks of the device's rows
+            keys = result_factors[name].index("s") if scattered[name] else None
+            x = _sum_over_devices(x, summed[name], scattered[name], keys)
+            # dbias: the caller sums over the axes that lack elements, so zeros do not matter.
+            shape = result_shardings[name].shard_shape(result_shapes[name])
+            return jnp.pad(x, [(0, whole - own) for whole, own in zip(shape, x.shape, strict=True)])
+
+        arg_shardings = tuple(map(sharding, arg_factors.values()))
+        return whole_mesh or mesh, call_and_sum, [*result_shardings.values()], arg_shardings
+
+    rule = [[*group.values()] for group in (arg_factors, result_factors)]
     in_order = dict.fromkeys(factor for group in rule for axes in group for factor in axes)
-    partitioned = custom_partitioning(lambda *args: local_call(*args))
+    partitioned = custom_partitioning(lambda *args: local_call(dict(zip(arrays, args, strict=True))))
     partitioned.def_partition(
         partition,
         sharding_rule=" -> ".join(", ".join(map(" ".join, group)) for group in rule),
-        need_replication_factors=tuple(x for x in in_order if x[0] not in "bnk"),  # in order of appearance
+        need_replication_factors=tuple(x for x in in_order if x[0] not in "btnk"),  # in order of appearance
     )
-    return partitioned
+    return lambda arrays: partitioned(*arrays.values())
+
+
+def _sum_over_devices(x: jax.Array, axes: list, scattered: tuple, axis: int | None) -> jax.Array:
+    """Adds up the parts of devices along mesh axes; along those in `scattered`, each keeps a part of `axis` of the sum.
+
+    The parts have the array's dtype, and their sum is rounded to it once.
+    """
+    total = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if scattered:
+        total = jax.lax.psum_scatter(total, scattered, scatter_dimension=axis, tiled=True)
+    if others := [axis for axis in axes if axis not in scattered]:
+        total = jax.lax.psum(total, others)
+    return total.astype(x.dtype)
 
 
 def _no_mesh():

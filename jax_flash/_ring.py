@@ -24,7 +24,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from . import _attention, _checks, _derivatives, _dropout, _reference, _sharding
+from . import _attention, _checks, _derivatives, _dropout, _reference, _sharding, _subsequence
 from ._alibi import Alibi
 from ._operands import AXES, DIFFERENTIABLE, PART_OF_LSE
 from ._options import AttentionOptions, describe, static_bool, static_int
@@ -33,8 +33,6 @@ Arrays = dict[str, jax.Array]
 
 # What travels. Of masks and biases each device has its rows, with all keys.
 _TRAVELLING = ("k", "v", "key_value_segment_ids")
-_INT32 = jnp.iinfo(jnp.int32)
-_DROPOUT_UNIT = 16  # a draw decides about pairs of a 16 x 16 tile
 
 
 def ring_attention(
@@ -131,7 +129,7 @@ def ring_attention(
         num_shards=num_devices,
     )
     num_chunks = _num_chunks(layout)
-    unit = num_chunks * (_DROPOUT_UNIT if call.options.dropout_rate else 1)
+    unit = num_chunks * (_dropout.UNIT if call.options.dropout_rate else 1)
     for name, x in (("query", call.query), ("key", call.key)):
         if x.shape[1] % unit:
             dropout = f" and dropout_rate {call.options.dropout_rate}" if call.options.dropout_rate else ""
@@ -179,9 +177,8 @@ def axis_size(axis_name: Any) -> int:
 
 
 def _depends_on_positions(operands: Arrays, options: AttentionOptions) -> bool:
-    names = ("query_seq_lengths", "key_value_seq_lengths", "alibi_slopes", "dropout_seeds")
-    has_limits = options.is_causal or options.window_left >= 0 or options.window_right >= 0
-    return has_limits or any(name in operands for name in names)
+    names = ("query_seq_lengths", "key_value_seq_lengths", "dropout_seeds")
+    return _subsequence.needs_offset(operands, options) or any(name in operands for name in names)
 
 
 def _with_exact_sums(operands: Arrays, query: jax.Array) -> Arrays:
@@ -411,24 +408,13 @@ def _part(arrays: Arrays, ring: _Ring, pair: _Pair, is_padded: bool) -> Arrays:
     column = ring.chunk(pair.sender, pair.j) * ring.kv_length
     part = {name: _columns(name, _rows(name, x, ring, pair.i), ring, pair) for name, x in arrays.items()}
     batch = arrays["q"].shape[:1]
-    if "query_offset" in arrays or not pair.is_aligned:  # kernels are faster where they know that it is 0
-        part["query_offset"] = _add(arrays.get("query_offset", jnp.zeros(batch, jnp.int32)), row - column)
-    if "query_seq_lengths" in arrays:
-        part["query_seq_lengths"] = jnp.maximum(arrays["query_seq_lengths"], 0) - row
+    with_offset = not pair.is_aligned  # kernels are faster where they know that it is 0
+    part = _subsequence.at(part, row, column, with_offset=with_offset)
     whole = ring.num_devices * ring.num_chunks * ring.kv_length
     if "key_value_seq_lengths" in arrays or is_padded:
         lengths = arrays.get("key_value_seq_lengths", jnp.full(batch, whole, jnp.int32))
         part["key_value_seq_lengths"] = (jnp.maximum(lengths, 0) - column) * pair.is_real
-    if "dropout_seeds" in arrays:
-        part["dropout_seeds"] = _dropout.of_part(arrays["dropout_seeds"], row, column)
     return part
-
-
-def _add(x: jax.Array, distance: jax.Array) -> jax.Array:
-    """The sum, or the end of int32's range beyond which it lies."""
-    total = x + distance
-    overflows = (x ^ total) & (distance ^ total) < 0
-    return jnp.where(overflows, jnp.where(x < 0, _INT32.min, _INT32.max), total)
 
 
 # ---- Forward ----------------------------------------------------------------------------------------------

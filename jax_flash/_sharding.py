@@ -52,9 +52,10 @@ def with_matching_types(
     spec = _explicit_spec(query)
     if spec is not None and "bias" in operands:
         bias = operands["bias"]
-        batch, _, heads, _ = spec
-        axes = (None if size == 1 else axis for size, axis in zip(bias.shape, (batch, heads), strict=False))
-        operands = operands | {"bias": _reshard(bias, query, *axes, None, None)}
+        batch, rows, heads, _ = spec
+        wanted = batch, heads, rows, None
+        axes = (None if size == 1 else axis for size, axis in zip(bias.shape, wanted, strict=True))
+        operands = operands | {"bias": _reshard(bias, query, *axes)}
     return _varying_over_all_axes((query, key, value, operands), more_axes)
 
 
