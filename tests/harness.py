@@ -1,6 +1,7 @@
 """Runs rows of the table of cases and compares them with the exact results."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib.metadata
 import math
@@ -11,8 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 import oracle
+import pytest
 from cases import DTYPES, Case
 from closeness import assert_close
+from jax.sharding import Mesh
 
 import jax_flash
 from jax_flash import _dropout
@@ -100,6 +103,21 @@ def run_with_operands(case: Case, dtype: str, **more: Any) -> tuple[oracle.Resul
     with x64(dtype):
         results = forward_and_backward(*case.inputs(DTYPES[dtype]), case.operands(DTYPES[dtype]))
         return jax.tree.map(np.asarray, results)
+
+
+def mesh_of(*sizes: int, names: tuple[str, ...] = ("sequence",), **types: Any) -> Mesh:
+    """A mesh of devices of the test's platform."""
+    devices = jax.devices(jax.config.jax_default_device.platform)
+    if len(devices) < math.prod(sizes):
+        pytest.skip(f"needs {math.prod(sizes)} devices")
+    return Mesh(np.array(devices[: math.prod(sizes)]).reshape(sizes), names, **types)
+
+
+def fitted(case: Case, num_parts: int) -> Case:
+    """The case with lengths that can be divided into so many parts, also where it has dropout."""
+    unit = num_parts * (16 if "dropout_rate" in case.static else 1)
+    lengths = (-(-length // unit) * unit for length in (case.seqlen_q, case.seqlen_kv))
+    return dataclasses.replace(case, **dict(zip(("seqlen_q", "seqlen_kv"), lengths, strict=True)))
 
 
 @contextlib.contextmanager

@@ -1,10 +1,8 @@
 """ring_attention: one sequence over several devices, compared with exact results and with one device."""
 
-import dataclasses
 import functools
 import inspect
 import itertools
-import math
 import random
 import re
 import socket
@@ -21,6 +19,7 @@ import oracle
 import pytest
 import quick
 from cases import CASES, DTYPES, Bias, Case, Mask, Segments
+from harness import mesh_of
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -30,19 +29,9 @@ LAYOUTS = ("contiguous", "zigzag")
 QUICK = ("causal", "everything at once")
 
 
-def mesh_of(*sizes: int, names: tuple[str, ...] = ("sequence",)) -> Mesh:
-    """A mesh of devices of the test's platform."""
-    devices = jax.devices(jax.config.jax_default_device.platform)
-    if len(devices) < math.prod(sizes):
-        pytest.skip(f"needs {math.prod(sizes)} devices")
-    return Mesh(np.array(devices[: math.prod(sizes)]).reshape(sizes), names)
-
-
 def fitted(case: Case, num_devices: int, layout: str) -> Case:
     """The case with lengths that can be sharded."""
-    unit = num_devices * (2 if layout == "zigzag" else 1) * (16 if "dropout_rate" in case.static else 1)
-    lengths = (-(-length // unit) * unit for length in (case.seqlen_q, case.seqlen_kv))
-    return dataclasses.replace(case, **dict(zip(("seqlen_q", "seqlen_kv"), lengths, strict=True)))
+    return harness.fitted(case, num_devices * (2 if layout == "zigzag" else 1))
 
 
 # ---- Shards ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,393 @@
+"""The sequence of the queries, sharded under jit: compared with exact results and with one device."""
+
+import functools
+import itertools
+import re
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import quick
+from cases import CASES, DTYPES, Case
+from harness import mesh_of
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_flash
+from jax_flash import _primitives
+
+ROWS = P(None, "sequence", None, None)
+WHOLE = P(None, None, None, None)
+_DIFFERENTIABLE = ("bias", "alibi", "sinks")
+
+
+def put(mesh: Mesh, spec: P, *arrays: Any) -> list[jax.Array]:
+    """The arrays on a mesh; one with fewer axes than the partition has ends where it ends."""
+    return [jax.device_put(x, NamedSharding(mesh, P(*spec[: np.ndim(x)]))) for x in arrays]
+
+
+# ---- Every option -----------------------------------------------------------------------------------------------
+
+
+def run(case: Case, dtype: str, mesh: Mesh, spec_kv: P, **more: Any):
+    """What harness.run_with_operands returns, from shards."""
+    static = case.static | more
+
+    def forward_and_backward(q, k, v, dout, dlse, operands):
+        differentiable = {name: operands[name] for name in _DIFFERENTIABLE if name in operands}
+        f = functools.partial(harness.call, return_residual=True, **static)
+        results, vjp = jax.vjp(lambda q, k, v, d: f(q, k, v, operands | d), q, k, v, differentiable)
+        return results, vjp((dout, dlse))
+
+    with harness.x64(dtype):
+        q, k, v, dout, dlse = case.inputs(DTYPES[dtype])
+        (q, dout, dlse), (k, v) = put(mesh, ROWS, q, dout, dlse), put(mesh, spec_kv, k, v)
+        results, gradients = jax.jit(forward_and_backward)(q, k, v, dout, dlse, case.operands(DTYPES[dtype]))
+        for x, like in zip((*results, gradients[0]), (dout, dlse, q), strict=True):
+            assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
+        *of_inputs, of_operands = jax.tree.map(np.asarray, gradients)
+        return oracle.Result(*map(np.asarray, results), *of_inputs), of_operands
+
+
+# Rows that have an option of their own, or a place in the sequence. They take turns in the numbers of devices, the
+# shardings of the keys and the dtypes.
+_CASES = [case for case in CASES if not re.match("tiles|decode|head dim|values|.*head dim", case.name)]
+_TURNS = (2, 0, 3, 1)  # of harness.KINDS
+_EVERY_OPTION = {
+    f"{case}-{number}-{'sharded' if spec == ROWS else 'whole'} keys": (case, number, spec, kind)
+    for case, number, spec, kind in zip(
+        _CASES,
+        itertools.cycle((8, 4, 2)),
+        itertools.cycle((ROWS, ROWS, ROWS, ROWS, WHOLE)),
+        itertools.cycle(_TURNS),
+        strict=False,
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "number", "spec_kv", "kind"),
+    quick.rows(
+        _EVERY_OPTION,
+        quick=[row for row in _EVERY_OPTION if row.split("-")[0] in ("causal", "everything at once")],
+        unpack=True,
+    ),
+)
+def test_every_option(case, number, spec_kv, kind, platform):
+    case = harness.fitted(case, number)
+    dtype, precision, rule = harness.KINDS[platform][kind]
+    more = {} if precision is None else {"precision": precision}
+    got, gradients = run(case, dtype, mesh_of(number), spec_kv, **more)
+    of_rows = ("out", "lse", "dq")
+    if platform == "cpu":  # the same bits as on one device
+        whole = harness.run(case, dtype, **more)
+        for name in of_rows:
+            np.testing.assert_array_equal(getattr(got, name), getattr(whole, name), err_msg=name)
+    harness.check(got, case, dtype, rule, names=("dk", "dv") if platform == "cpu" else (*of_rows, "dk", "dv"))
+    harness.check_operands(gradients, case, dtype, rule)
+
+
+# ---- What moves -------------------------------------------------------------------------------------------------
+
+# No other axis is as long as that of the queries or as a shard of it.
+B, T, S, N, K, H, HV = 2, 64, 80, 6, 3, 8, 24
+NUMBER = 4
+
+
+def random(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def inputs() -> list[np.ndarray]:
+    return [random(B, T, N, H, seed=1), random(B, S, K, H, seed=2), random(B, S, K, HV, seed=3)]
+
+
+def collectives(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """What moves between devices in a compiled program: the operation and the shape of each array."""
+    kinds = "all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute"
+    return [
+        (kind, tuple(map(int, filter(None, shape.split(",")))))
+        for arrays, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text)
+        for shape in re.findall(r"\w+\[([\d,]*)\]", arrays)
+    ]
+
+
+def assert_no_queries_move(moved: list[tuple[str, tuple[int, ...]]]) -> None:
+    assert not [x for x in moved if {T, T // NUMBER} & {*x[1]}]
+
+
+def attend(q, k, v, static, differentiable, **more):
+    """Out and lse."""
+    options = dict(precision="highest", deterministic=True, is_causal=True)
+    return jax_flash.flash_attention(
+        q, k, v, return_residual=True, **options | static | differentiable | more
+    )
+
+
+def loss(q, k, v, differentiable, static, **more):
+    out, lse = attend(q, k, v, static, differentiable, **more)
+    return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(jnp.where(lse == -jnp.inf, 0, lse)))
+
+
+def mask(*shape: int) -> np.ndarray:
+    return np.random.default_rng(4).random(shape) < 0.7
+
+
+def ids(length: int) -> np.ndarray:
+    return np.random.default_rng(length).integers(0, 2, (B, length)).astype(np.int32)
+
+
+# Options without and with a gradient.
+OPTIONS = {
+    "": ({}, {}),
+    "window, offsets": (dict(local_window_size=(9, 30), query_offset=np.int32([-5, 30])), {}),
+    "lengths": (
+        dict(query_seq_lengths=np.int32([50, 17]), key_value_seq_lengths=np.int32([33, 80]), is_causal=False),
+        {},
+    ),
+    "segments": (dict(segment_ids=(ids(T), ids(S)), is_causal=False), {}),
+    "mask BNTS": (dict(mask=mask(B, N, T, S)), {}),
+    "mask T1": (dict(mask=mask(T, 1)), {}),
+    "mask B11S": (dict(mask=mask(B, 1, 1, S)), {}),
+    "bias 1NTS": ({}, dict(bias=random(1, N, T, S, seed=5))),
+    "bias TS": ({}, dict(bias=random(T, S, seed=5))),
+    "bias B1T1": ({}, dict(bias=random(B, 1, T, 1, seed=5))),
+    "bias N1S": ({}, dict(bias=random(N, 1, S, seed=5))),
+    "bias N11": ({}, dict(bias=random(N, 1, 1, seed=5))),
+    "alibi": (dict(is_causal=False), dict(bias=jax_flash.Alibi(np.abs(random(N, seed=5))))),
+    "sinks": ({}, dict(sinks=random(N, seed=5))),
+    "scale": ({}, dict(scale=np.float32(0.3))),
+    "dropout": (dict(dropout_rate=0.3, dropout_rng=np.uint32([1, 2])), {}),
+}
+AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+@pytest.mark.parametrize(
+    ("options", "axis_type"),
+    quick.in_turn(
+        OPTIONS, AXIS_TYPES, quick=("", "lengths", "mask BNTS", "bias 1NTS", "bias N1S", "dropout")
+    ),
+)
+@pytest.mark.parametrize("spec_kv", quick.rows({"sharded keys": ROWS, "whole keys": WHOLE}, ["sharded keys"]))
+def test_no_queries_move(options, axis_type, spec_kv):
+    """Keys and values are gathered once, and their gradients summed, or summed and scattered."""
+    static, differentiable = options
+    args = inputs()
+
+    def results(q, k, v, differentiable):
+        out, lse = attend(q, k, v, static, differentiable)
+        return out, lse, *jax.grad(loss, (0, 1, 2, 3))(q, k, v, differentiable, static)
+
+    want = jax.jit(results)(*args, differentiable)
+    mesh = mesh_of(NUMBER, axis_types=(axis_type,))
+    with jax.set_mesh(mesh):
+        placed = *put(mesh, ROWS, args[0]), *put(mesh, spec_kv, *args[1:])
+        placed_differentiable = jax.tree.map(
+            lambda x: put(mesh, P(*("sequence" if size == T else None for size in x.shape)), x)[0],
+            differentiable,
+        )
+        compiled = jax.jit(results).lower(*placed, placed_differentiable).compile()
+        got = compiled(*placed, placed_differentiable)
+
+    for name, x, y in zip(("out", "lse", "dq"), got, want, strict=False):
+        np.testing.assert_array_equal(x, y, err_msg=name)
+    for x, y in zip(jax.tree.leaves(got[3:]), jax.tree.leaves(want[3:]), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    for x, like in zip(got, (placed[0], placed[0][..., 0], *placed), strict=False):
+        assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
+
+    moved = collectives(compiled.as_text())
+    assert_no_queries_move(moved)
+    of_keys = [x for x in moved if x[1][-2:] in ((K, H), (K, HV))]
+    if spec_kv == WHOLE:
+        assert sorted(of_keys) == [("all-reduce", (B, S, K, H)), ("all-reduce", (B, S, K, HV))]
+    else:
+        assert sorted(of_keys) == [
+            ("all-gather", (B, S, K, H)),
+            ("all-gather", (B, S, K, HV)),
+            ("reduce-scatter", (B, S // NUMBER, K, H)),
+            ("reduce-scatter", (B, S // NUMBER, K, HV)),
+        ]
+
+
+def of_forward_mode(f, *args):
+    return jax.jvp(f, args, jax.tree.map(jnp.cos, args))
+
+
+def of_a_gradient(f, *args):
+    return jax.jvp(jax.grad(f, (0, 1, 2, 3)), args, jax.tree.map(jnp.cos, args))
+
+
+def of_a_tangent(f, *args):
+    def tangent(*args):
+        return jax.jvp(f, args, jax.tree.map(jnp.cos, args))[1]
+
+    return jax.grad(tangent, (0, 1, 2, 3))(*args)
+
+
+DERIVATIVES = {"forward mode": of_forward_mode, "of a gradient": of_a_gradient, "of a tangent": of_a_tangent}
+OF_DERIVATIVES = {
+    "": OPTIONS[""],
+    "everything": (
+        OPTIONS["lengths"][0] | OPTIONS["mask T1"][0] | dict(is_causal=True),
+        OPTIONS["bias B1T1"][1] | OPTIONS["sinks"][1] | OPTIONS["scale"][1],
+    ),
+    "bias N1S": OPTIONS["bias N1S"],
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "derivative"),
+    quick.in_turn(OF_DERIVATIVES, DERIVATIVES, quick=("", "bias N1S")),
+)
+def test_no_queries_move_for_other_derivatives(options, derivative):
+    static, differentiable = options
+    args = (*inputs(), jax.tree.map(jnp.asarray, differentiable))
+    f = jax.jit(functools.partial(derivative, functools.partial(loss, static=static, forward_mode=True)))
+    mesh = mesh_of(NUMBER)
+    placed = *put(mesh, ROWS, *args[:3]), args[3]
+    compiled = f.lower(*placed).compile()
+    for x, y in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(f(*args)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+    assert_no_queries_move(collectives(compiled.as_text()))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["scan", "scan of checkpoint"])
+def test_no_queries_move_in_layers(wrap):
+    q, k, v = inputs()
+    k, v = (np.stack([x, x + 1]) for x in (k, v[..., :H]))
+
+    @jax.jit
+    def f(q, k, v):
+        def layer(x, keys):
+            return x + attend(x, *keys, {}, {})[0], None
+
+        return jnp.sum(jnp.sin(jax.lax.scan(wrap(layer), q, (k, v))[0]))
+
+    gradient = jax.jit(jax.grad(f, (0, 1, 2)))
+    mesh = mesh_of(NUMBER)
+    placed = *put(mesh, ROWS, q), *put(mesh, P(None, *ROWS), k, v)
+    compiled = gradient.lower(*placed).compile()
+    for x, y in zip(compiled(*placed), gradient(q, k, v), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    assert_no_queries_move(collectives(compiled.as_text()))
+
+
+# ---- Meshes -----------------------------------------------------------------------------------------------------
+
+_AXES = ("a", "b")
+# The sizes of the mesh and the partitions of queries and keys.
+MESHES = {
+    "batch and sequence": ((2, 4), P("a", "b"), P("a", "b")),
+    "sequence and heads": ((2, 2), P(None, "a", "b"), P(None, "a", "b")),
+    "sequence over both": ((2, 4), P(None, _AXES), P(None, _AXES)),
+    "the other way round": ((2, 4), P(None, ("b", "a")), P(None, _AXES)),
+    "keys over one": ((2, 4), P(None, _AXES), P(None, "b")),
+    "keys over the other": ((2, 4), P(None, "b"), P(None, "a")),
+    "heads of keys": ((2, 2), P(None, "a"), P(None, None, "b")),
+}
+
+
+def results(q, k, v, bias, **static):
+    (out, lse), vjp = jax.vjp(lambda q, k, v, bias: attend(q, k, v, static, dict(bias=bias)), q, k, v, bias)
+    return out, lse, *vjp((jnp.cos(out), jnp.sin(lse)))
+
+
+def assert_like_one_device(got, want) -> None:
+    for name, x, y in zip(("out", "lse", "dq"), got, want, strict=False):
+        np.testing.assert_array_equal(x, y, err_msg=name)
+    for name, x, y in zip(("dk", "dv", "dbias"), got[3:], want[3:], strict=False):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize(("sizes", "spec", "spec_kv"), MESHES.values(), ids=MESHES.keys())
+def test_meshes(sizes, spec, spec_kv):
+    q, k, v = random(2, 64, 4, 8, seed=1), random(2, 64, 2, 8, seed=2), random(2, 64, 2, 8, seed=3)
+    bias = random(1, 4, 1, 64, seed=4)  # its gradient is a sum over batch and rows
+    mesh = mesh_of(*sizes, names=_AXES)
+    placed = *put(mesh, spec, q), *put(mesh, spec_kv, k, v)
+    f = jax.jit(results)
+    got = f(*placed, bias)
+    assert_like_one_device(got, f(q, k, v, bias))
+    assert got[0].sharding.is_equivalent_to(placed[0].sharding, 4)
+
+
+@pytest.mark.parametrize("dropout_rate", quick.rows([0.0, 0.3], quick=[0.3]))
+@pytest.mark.parametrize("is_ring", [False, True], ids=["batch", "ring"])
+def test_the_other_axis_of_shard_map(is_ring, dropout_rate):
+    """The compiler shards the sequence beside a manual axis: of the batch, or of the sequence itself."""
+    args = random(2, 128, 4, 8, seed=1), random(2, 128, 2, 8, seed=2), random(2, 128, 2, 8, seed=3)
+    options = dict(is_causal=True)
+    if dropout_rate:
+        options |= dict(dropout_rate=dropout_rate, dropout_rng=np.uint32([1, 2]))
+    mesh = mesh_of(2, 4, names=_AXES)
+    manual, spec = (P(None, "a"), P(None, _AXES)) if is_ring else (P("a"), P("a", "b"))
+    call = (
+        functools.partial(jax_flash.ring_attention, axis_name="a") if is_ring else jax_flash.flash_attention
+    )
+
+    def gradients(axis_names, *args):
+        f = jax.shard_map(
+            functools.partial(call, **options),
+            mesh=mesh,
+            in_specs=manual,
+            out_specs=manual,
+            axis_names=axis_names,
+        )
+        return jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), (0, 1, 2))(*args)
+
+    placed = put(mesh, spec, *args)
+    compiled = jax.jit(functools.partial(gradients, {"a"})).lower(*placed).compile()
+    want = jax.jit(functools.partial(gradients, {*_AXES}))(*args)
+    for x, y in zip(compiled(*placed), want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    assert not [shape for _, shape in collectives(compiled.as_text()) if shape[-2:] == (4, 8)]  # of queries
+
+
+# ---- Edges ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", quick.rows(["TS", "1S", "T1", "11", "N1S", "BN1S"], quick=["1S", "T1"]))
+@pytest.mark.parametrize("seqlen_q", quick.rows([0, 8, 16, 520, 1024], quick=[8, 1024]))
+def test_few_and_many_rows(seqlen_q, axes):
+    """Sums of the gradient of a bias are in blocks of 64 rows. In a shard of one row, a bias of one row is a whole."""
+    sizes = dict(zip("BNTS1", (2, 4, seqlen_q, 9, 1), strict=True))
+    q, k, v = random(2, seqlen_q, 4, 8, seed=1), random(2, 9, 2, 8, seed=2), random(2, 9, 2, 8, seed=3)
+    bias = random(*(sizes[axis] for axis in axes), seed=4)
+    f = jax.jit(results)
+    got = f(*put(mesh_of(8), ROWS, q), k, v, bias)
+    assert_like_one_device(got, f(q, k, v, bias))
+
+
+@pytest.mark.parametrize("dropout_rate", [0.0, 0.3])
+def test_rows_that_are_gathered(dropout_rate):
+    """Lengths that do not divide evenly, and with dropout shards that are no multiple of 16, are gathered."""
+    q, k, v = inputs()
+    rows = 56 if dropout_rate else 61
+    q, bias = q[:, :rows], random(rows, 1, seed=4)
+    static = dict(dropout_rate=dropout_rate, dropout_rng=np.uint32([1, 2])) if dropout_rate else {}
+    sharding = NamedSharding(mesh_of(NUMBER), ROWS)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def f(is_sharded, q, k, v, bias):
+        if is_sharded:
+            q, k, v = (jax.lax.with_sharding_constraint(x, sharding) for x in (q, k, v))
+        return results(q, k, v, bias, **static)
+
+    assert_like_one_device(f(True, q, k, v, bias), f(False, q, k, v, bias))
+
+
+@pytest.mark.parametrize("scattered", [(), ("sequence",)], ids=["everywhere", "scattered"])
+def test_sums_of_16_bits_are_rounded_once(scattered):
+    """As the program says. What XLA makes of sums in 16 bits depends on the platform."""
+    add = functools.partial(_primitives._sum_over_devices, axes=["sequence"], scattered=scattered, axis=0)
+    spec = P(*scattered)
+    f = jax.shard_map(add, mesh=mesh_of(8), in_specs=P(), out_specs=spec, check_vma=False)
+    text = jax.jit(f).lower(jnp.ones(16, jnp.bfloat16)).as_text()
+    (dtype,) = re.findall(r"stablehlo\.(?:all_reduce|reduce_scatter).*?\(tensor<16x(\w+)>\)", text, re.DOTALL)
+    assert dtype == "f32"
+    np.testing.assert_array_equal(f(jnp.ones(16, jnp.bfloat16)), jnp.full(16, 8, jnp.bfloat16))
