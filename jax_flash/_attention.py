@@ -47,9 +47,9 @@ def flash_attention(
 
     The arguments of :func:`jax.nn.dot_product_attention` keep their names and meanings. The function works under
     `jit`, `grad` (twice, and in forward mode with `forward_mode`), `vmap`, `scan`, `checkpoint`, `shard_map` and
-    sharded `jit`, which partitions it over batch and heads. The documentation's page on semantics has the rules: the
-    formula, fully masked rows, NaN, precision, determinism, memory, sharding, and the names of the residuals for
-    `checkpoint`.
+    sharded `jit`, which partitions it over batch, heads and queries. The documentation's page on semantics has the
+    rules: the formula, fully masked rows, NaN, precision, determinism, memory, sharding, and the names of the residuals
+    for `checkpoint`.
 
     Shapes use these letters: B batch, T query length, S key length, N query heads, K key heads, H head dim, Hv head
     dim of the values. N is a multiple of K, and query head n reads key head n // (N // K): grouped-query attention,

@@ -1,8 +1,8 @@
 """The passes over the score matrix as JAX primitives: shapes, partitioning, lowering.
 
 Each pass is two primitives. The arrays of the outer one may have any number of batch axes; its lowering partitions the
-call over them and over the heads. The inner one calls the kernel on one device; its lowering folds the batch axes into
-one. Where a platform has no kernel for a pass, the inner one is plain JAX (`_blocked`).
+call over them, the heads and the query rows. The inner one calls the kernel on one device; its lowering folds the batch
+axes into one. Where a platform has no kernel for a pass, the inner one is plain JAX (`_blocked`).
 
 Tangents have an axis of directions D before the batch axes: [D, B, T, N, H] beside a primal [B, T, N, H]. Each
 direction is then an array like the primal, and a kernel may compute scores once for several of them.
