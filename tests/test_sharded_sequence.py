@@ -277,6 +277,21 @@ def test_no_queries_move_in_layers(wrap):
     assert_no_queries_move(collectives(compiled.as_text()))
 
 
+def test_no_queries_move_beside_pages():
+    q, pages = random(B, T, N, H, seed=1), random(2, 10, 16, K, H, seed=2)
+    options = dict(
+        page_indices=np.random.default_rng(3).permutation(10).astype(np.int32).reshape(B, 5),
+        key_value_seq_lengths=np.int32([80, 61]),
+        query_offset=np.int32([16, 9]),
+    )
+    f = jax.jit(functools.partial(jax_flash.flash_attention, is_causal=True, return_residual=True))
+    (placed,) = put(mesh_of(NUMBER), ROWS, q)
+    for x, y in zip(f(placed, *pages, **options), f(q, *pages, **options), strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert x.sharding.is_equivalent_to(NamedSharding(placed.sharding.mesh, P(*ROWS[: x.ndim])), x.ndim)
+    assert_no_queries_move(collectives(f.lower(placed, *pages, **options).compile().as_text()))
+
+
 # ---- Meshes -----------------------------------------------------------------------------------------------------
 
 _AXES = ("a", "b")
