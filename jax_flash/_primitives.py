@@ -553,7 +553,7 @@ def _num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions
     # window would leave most of them empty.
     has_kernel = _hopper_head_dim("forward", q, v)
     is_general = options.logits_soft_cap or options.scale <= 0 or set(operands) & _PAIR_OPERANDS
-    if not has_kernel or is_general or keys < seqlen_kv or seqlen_q > 2048 or seqlen_kv < 8 * seqlen_q:
+    if not has_kernel or is_general or keys < seqlen_kv or seqlen_q > 1024 or seqlen_kv < 16 * seqlen_q:
         return 0
     part = 2048 if seqlen_q <= 64 else 4096 if seqlen_q <= 256 or keys <= 16384 else 8192
     return -(-keys // part) if keys > part else 0

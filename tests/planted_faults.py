@@ -260,7 +260,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          'smallest = 193 if direction == "backward" and v.shape[-1] > 128 else 1', "smallest = 1",
          "test_dispatch.py::test_parts_of_the_query_heads"),
         ("self-attention is split over keys",
-         "or seqlen_kv < 8 * seqlen_q:", "or False:",
+         "or seqlen_kv < 16 * seqlen_q:", "or False:",
          "test_dispatch.py::test_number_of_parts_of_a_chunk"),
     ],
     "jax_flash/_paged.py": [

@@ -237,11 +237,12 @@ def test_number_of_parts(call, parts, monkeypatch):
         (dict(t=512, s=32767), 4),
         (dict(t=512, s=32769), 5),
         (dict(t=512, s=16384), 4),
-        (dict(t=512, s=4097), 2),
-        (dict(t=512, s=4096), 0),
-        (dict(t=513, s=4097), 0),  # few keys for so many queries
-        (dict(t=2048, s=16384), 4),
-        (dict(t=2049, s=131072), 0),
+        (dict(t=512, s=8192), 2),
+        (dict(t=513, s=8192), 0),  # few keys for so many queries
+        (dict(t=100, s=4096), 0),
+        (dict(t=100, s=4097), 2),
+        (dict(t=1024, s=16384), 4),
+        (dict(t=1025, s=131072), 0),
         (dict(t=256, s=131072), 32),
         (dict(t=17, s=8192, n=40), 4),
         (dict(t=16, s=8192, n=40), 4),  # more rows than the kernel for few queries takes
