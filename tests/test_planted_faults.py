@@ -1,8 +1,11 @@
 """The list of planted faults matches the checkout. `planted_faults.py` itself checks that the tests find them."""
 
 import collections
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import planted_faults
 import pytest
@@ -19,6 +22,18 @@ def test_every_row_fits(fault):
     for test in fault.tests:
         file, function = re.fullmatch(r"(test_\w+\.py)::(test_\w+)(?:\[.*\])?", test).groups()
         assert re.search(rf"^def {function}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), test
+
+
+@pytest.mark.exhaustive
+def test_every_named_test_exists():
+    """With its parameters, which depend on where a row is in its table."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--all", "-p", "no:cacheprovider"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    output = subprocess.check_output([*command, ROOT / "tests"], cwd=ROOT, env=environment, text=True)
+    collected = {line.removeprefix("tests/") for line in output.splitlines() if "::" in line}
+    collected |= {test.partition("[")[0] for test in collected}
+    named = {test for fault in planted_faults.FAULTS for test in fault.tests}
+    assert named <= collected
 
 
 def test_names_say_which_fault_it_is():
