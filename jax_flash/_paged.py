@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import batching
 
-from . import _checks, _primitives, _reference
+from . import _checks, _primitives, _reference, _sharding
 from ._operands import POOLED
 from ._options import AttentionOptions
 
@@ -51,7 +51,7 @@ def _gathered(pages: jax.Array, page_indices: jax.Array) -> jax.Array:
     """The keys [B, S, K, H] of all sequences."""
     num_pages, page_size, *head = pages.shape
     batch, seqlen_in_pages = page_indices.shape
-    whole = pages[jnp.clip(page_indices, 0, num_pages - 1)]
+    whole = _sharding.take_pages(pages, jnp.clip(page_indices, 0, num_pages - 1))
     return whole.reshape(batch, seqlen_in_pages * page_size, *head)
 
 

@@ -34,6 +34,16 @@ def per_head(x: jax.Array, query: jax.Array) -> jax.Array:
     return jnp.broadcast_to(x, (query.shape[0], *x.shape), out_sharding=_like(query, batch, heads))
 
 
+def take_pages(pages: jax.Array, indices: jax.Array) -> jax.Array:
+    """The pages [B, P, ...] that `indices` [B, P] name, sharded like both."""
+    specs = _explicit_spec(pages), _explicit_spec(indices)
+    if specs == (None, None):
+        return pages[indices]
+    of_pages, of_indices = (jax.typeof(x).sharding.spec for x in (pages, indices))
+    mesh_of = pages if specs[0] else indices
+    return pages.at[indices].get(out_sharding=_like(mesh_of, *of_indices, *of_pages[1:]))
+
+
 def with_batch_like(x: jax.Array, other: jax.Array) -> jax.Array:
     """Shards x [..., B] like other [..., B, T, N, H]; either may have more axes in front."""
     if _explicit_spec(x) or _explicit_spec(other):
