@@ -81,7 +81,7 @@ struct KeyRows {
         width(width) {
     data = data + kv_head * width;
     if (page_indices) {
-      page_indices += batch * (params.seqlen_kv / params.page_size);
+      page_indices += batch * params.pages_per_sequence;
     } else {
       data = data + batch * params.seqlen_kv * stride;
     }

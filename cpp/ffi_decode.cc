@@ -42,7 +42,7 @@ ffi::Error ReadOptions(ffi::Dictionary attributes, Options* options) {
   return CheckOption(o.precision >= 0 && o.precision <= 2, "precision", "0, 1 or 2", o.precision);
 }
 
-// q, k and v, which give every size of the call. `is_paged`: page_indices follow.
+// q, k and v, which give every size of the call; with the shape of page_indices, which follow if `is_paged`.
 ffi::Error ReadInputs(CallReader& call, bool is_paged, ffi::DataType* dtype, AttentionParams* params) {
   ffi::AnyBuffer q = NoBuffer(), k = q, v = q;
   RETURN_IF_ERROR(call.NextArg("q", &q));
@@ -69,20 +69,26 @@ ffi::Error ReadInputs(CallReader& call, bool is_paged, ffi::DataType* dtype, Att
   params->seqlen_kv = k_dims[1];
   params->num_kv_heads = k_dims[2];
   params->head_dim_v = v_dims[3];
-  params->num_pages = params->page_size = 0;
+  params->num_pages = params->page_size = params->pages_per_sequence = 0;
   Dims rows = {params->batch, params->seqlen_kv};
   if (is_paged) {
     const Dims indices = call.PeekArgDims();
-    const int64_t pages = indices.size() == 2 ? indices[1] : 0;
-    rows = {k_dims[0], k_dims[1]};
-    if (rows[0] <= 0 || rows[1] <= 0 || rows[0] >= kMaxSize || rows[1] >= kMaxSize || pages >= kMaxSize) {
+    params->num_pages = k_dims[0];
+    params->page_size = k_dims[1];
+    params->pages_per_sequence = indices.size() == 2 ? indices[1] : 0;
+    if (params->num_pages <= 0 || params->page_size <= 0 || params->num_pages >= kMaxSize ||
+        params->page_size >= kMaxSize) {
       return ffi::Error::InvalidArgument(
           "jax_flash: pages must be at least one, of at least one key, and below 2^29, got shape " +
           ToString(k_dims) + ".");
     }
-    params->num_pages = rows[0];
-    params->page_size = rows[1];
-    params->seqlen_kv = pages * params->page_size;
+    if (params->pages_per_sequence > (kMaxSize - 1) / params->page_size) {
+      return ffi::Error::InvalidArgument("jax_flash: page_indices must be of less than 2^29 keys, got " +
+                                         std::to_string(params->pages_per_sequence) + " pages of " +
+                                         std::to_string(params->page_size) + " keys.");
+    }
+    rows = {params->num_pages, params->page_size};
+    params->seqlen_kv = params->pages_per_sequence * params->page_size;
   }
   RETURN_IF_ERROR(CheckBuffer("k", k, *dtype, {rows[0], rows[1], params->num_kv_heads, params->head_dim}));
   RETURN_IF_ERROR(CheckBuffer("v", v, *dtype, {rows[0], rows[1], params->num_kv_heads, params->head_dim_v}));
@@ -120,11 +126,7 @@ ffi::Error ReadOptionalOperands(CallReader& call, std::string_view names, ffi::D
   const ffi::DataType LSE = LseType(dtype);
   const DTypes& FLOATING = FloatingTypes();
   const int64_t B = params->batch, N = params->num_heads, T = params->seqlen_q, S = params->seqlen_kv;
-  const bool is_paged = params->page_size > 0;
-  if (std::string_view first = names; !is_paged && TakeName(first, "page_indices")) {
-    return ffi::Error::InvalidArgument("jax_flash: page_indices are for the forward pass only.");
-  }
-  const int64_t P = is_paged ? S / params->page_size : 0;
+  const int64_t P = params->pages_per_sequence;
 #define OPERAND(type, name, operand_dtype, ...)                                            \
   params->name = {};                                                                       \
   if (TakeName(names, #name)) {                                                            \
@@ -223,8 +225,10 @@ ffi::Error ReadStart(CallReader& call, ffi::Dictionary attributes, Pass pass, st
                      ffi::DataType* dtype, AttentionParams* params) {
   RETURN_IF_ERROR(ReadOptions(attributes, &params->options));
   RETURN_IF_ERROR(ReadAttribute(attributes, "operands", operands));
-  std::string_view names = *operands;
-  const bool is_paged = pass == Pass::kForward && TakeName(names, "page_indices");
+  const bool is_paged = operands->find("page_indices") != std::string_view::npos;
+  if (is_paged && pass != Pass::kForward) {
+    return ffi::Error::InvalidArgument("jax_flash: page_indices are for the forward pass only.");
+  }
   return ReadInputs(call, is_paged, dtype, params);
 }
 

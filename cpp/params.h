@@ -51,6 +51,9 @@ struct PairArrays {
 // Masks, segments and sums of dbias are processed in blocks of this many queries and keys.
 inline constexpr int64_t kVisibilityBlock = 64;
 
+// The kernel for few queries takes at most this many.
+inline constexpr int64_t kDecodeQueries = 16;
+
 // Row statistics (delta, lse_log2) have T rounded up to a multiple of this, so every CUDA kernel reads whole
 // blocks.
 inline constexpr int64_t kStatsRows = 128;
@@ -91,8 +94,10 @@ struct AttentionParams {
 
   // Forward passes with page_indices: key j of a sequence is row j % page_size of a page, the one that
   // element j / page_size of its page_indices names. Those beyond a length may be anything, and are not to be
-  // read.
-  int64_t num_pages, page_size;  // 0 without page_indices
+  // read. All three are 0 without page_indices.
+  int64_t num_pages;           // of all sequences
+  int64_t page_size;           // keys of a page
+  int64_t pages_per_sequence;  // P
 
   // Optional operands: null when absent.
 #define OPERAND(type, name, ...) type name;

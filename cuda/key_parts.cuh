@@ -170,10 +170,12 @@ __global__ void __launch_bounds__(CombineConfig<kHeadDim>::kThreads, 2)
 
 template <class Arithmetic, int kHeadDim>
 Status launch_combine(const ForwardParams& params, const LaunchContext& context) {
-  using Config = CombineConfig<kHeadDim>;
+  // Its groups of threads share a block evenly only where the head dim is a power of two.
+  constexpr int kColumns = kHeadDim <= 64 ? 64 : kHeadDim <= 128 ? 128 : 256;
+  using Config = CombineConfig<kColumns>;
   const int slices = Config::slices(params.num_key_parts);
   const int64_t blocks = ceil_div(PartRows(params).num_rows, Config::kGroups / slices);
-  return launch_early(combine_kernel<Arithmetic, kHeadDim>, blocks, Config::kThreads, 0, context, params,
+  return launch_early(combine_kernel<Arithmetic, kColumns>, blocks, Config::kThreads, 0, context, params,
                       slices);
 }
 

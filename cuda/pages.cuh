@@ -15,7 +15,7 @@ struct SequencePages {
 
   __device__ __forceinline__ SequencePages(const AttentionParams& params, int batch)
       : params(params), indices(params.page_indices) {
-    if (indices) indices += batch * (params.seqlen_kv / params.page_size);
+    if (indices) indices += batch * params.pages_per_sequence;
   }
 
   __device__ __forceinline__ explicit operator bool() const { return indices != nullptr; }

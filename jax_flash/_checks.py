@@ -229,8 +229,8 @@ def check_cuda(dtype: np.dtype, head_dim: int, *, is_gradient: bool) -> None:
 
 def refuse_derivative_of_pages() -> None:
     raise NotImplementedError(
-        "Attention with page_indices has no derivatives. Gather the pages, as in "
-        "key[page_indices].reshape(B, -1, K, H), and call it without page_indices."
+        "Attention with page_indices has no derivatives. Gather the pages first, as in "
+        "key[page_indices].reshape(B, -1, K, H), and leave page_indices out."
     )
 
 

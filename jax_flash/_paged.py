@@ -50,9 +50,9 @@ def _refuse(*args):
 def _gathered(pages: jax.Array, page_indices: jax.Array) -> jax.Array:
     """The keys [B, S, K, H] of all sequences."""
     num_pages, page_size, *head = pages.shape
-    batch, seqlen_in_pages = page_indices.shape
+    batch, pages_per_sequence = page_indices.shape
     whole = _sharding.take_pages(pages, jnp.clip(page_indices, 0, num_pages - 1))
-    return whole.reshape(batch, seqlen_in_pages * page_size, *head)
+    return whole.reshape(batch, pages_per_sequence * page_size, *head)
 
 
 def _batch(args: Sequence, dims: Sequence, *, operands: tuple[str, ...], options: AttentionOptions) -> Any:

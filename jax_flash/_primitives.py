@@ -46,14 +46,13 @@ def is_broadcastable(name: str) -> bool:
     return name in _BROADCASTABLE
 
 
-_MOST_DECODE_QUERIES = 16  # that the kernel for few queries takes
 _HOPPER_MULTIPROCESSORS = 132  # of H100 and H200
 
 # Compute capabilities with 163 KB of shared memory or more for a block; others have 99 KB.
 _LARGE_SHARED_MEMORY = ("8.0", "8.7", "9.0", "10.0", "10.3", "11.0")
 
 # With these, Hopper's forward pass runs in its general form.
-_PAIR_OPERANDS = {"mask", "bias", "alibi_slopes", "query_segment_ids", "scale_factor", "dropout_seeds"}
+_PAIR_OPERANDS = {"mask", "bias", "alibi_slopes", "query_segment_ids", "scale_factor"}
 
 _PART_OF_LSE = tuple(f"{direction}{name}" for direction in ("", *DIRECTIONS) for name in PART_OF_LSE)
 
@@ -227,9 +226,9 @@ def _whole_keys(named: dict[str, Any]) -> tuple[jax.core.ShapedArray, jax.core.S
     """The types of the keys [..., S, K, H] and values of all sequences, also where they are in pages."""
     if "k_pages" not in named:
         return named["k"], named["v"]
-    *batch, num_pages = named["page_indices"].shape
+    *batch, pages_per_sequence = named["page_indices"].shape
     return tuple(
-        jax.core.ShapedArray((*batch, num_pages * x.shape[1], *x.shape[2:]), x.dtype)
+        jax.core.ShapedArray((*batch, pages_per_sequence * x.shape[1], *x.shape[2:]), x.dtype)
         for x in (named[name] for name in POOLED)
     )
 
@@ -549,14 +548,15 @@ def _num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions
         # must have parts for all multiprocessors of a GPU.
         part = 256 if keys <= 4096 else 512 if keys <= 32768 else 1024
         return -(-keys // part)
-    # Hopper's tiles have up to 256 rows, too few tiles where there are few rows. These parts are of all keys, so that a
-    # window would leave most of them empty.
-    has_kernel = _hopper_head_dim("forward", q, v)
-    is_general = options.logits_soft_cap or options.scale <= 0 or set(operands) & _PAIR_OPERANDS
+    # Hopper's tiles have up to 256 rows, so a few hundred queries are too few tiles. These parts are of all keys: a
+    # window would leave most of them empty. They are long enough, and few enough, for what they write.
+    has_kernel = _hopper_head_dim("forward", q, v) > 0
+    is_general = options.logits_soft_cap > 0 or options.scale <= 0 or not _PAIR_OPERANDS.isdisjoint(operands)
     if not has_kernel or is_general or keys < seqlen_kv or seqlen_q > 1024 or seqlen_kv < 16 * seqlen_q:
         return 0
-    part = 2048 if seqlen_q <= 64 else 4096 if seqlen_q <= 256 or keys <= 16384 else 8192
-    return -(-keys // part) if keys > part else 0
+    most, shortest = (16, 2048) if seqlen_q <= 64 else (8, 4096) if seqlen_q <= 256 else (4, 4096)
+    parts = min(most, keys // shortest)
+    return parts if parts > 1 else 0
 
 
 def _is_decoding(q, k, v) -> bool:
@@ -564,8 +564,8 @@ def _is_decoding(q, k, v) -> bool:
     (seqlen_q, num_heads), num_kv_heads = q.shape[-3:-1], k.shape[-2]
     head_dim = _kernel_head_dim("decode sm80", q.dtype, max(q.shape[-1], v.shape[-1]))
     most_rows = 64 if q.dtype.itemsize * head_dim <= 512 else 32  # of a key head: decode_tile in cuda/tiles.h
-    is_short = seqlen_q <= _MOST_DECODE_QUERIES and seqlen_q * (num_heads // num_kv_heads) <= most_rows
-    return bool(head_dim) and is_short
+    is_short = seqlen_q <= _library.constants()["kDecodeQueries"]
+    return head_dim > 0 and is_short and seqlen_q * (num_heads // num_kv_heads) <= most_rows
 
 
 def _sums_dq(q, v) -> bool:

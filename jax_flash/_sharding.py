@@ -35,13 +35,13 @@ def per_head(x: jax.Array, query: jax.Array) -> jax.Array:
 
 
 def take_pages(pages: jax.Array, indices: jax.Array) -> jax.Array:
-    """The pages [B, P, ...] that `indices` [B, P] name, sharded like both."""
-    specs = _explicit_spec(pages), _explicit_spec(indices)
-    if specs == (None, None):
+    """The pages [B, P, ...] that `indices` [B, P] name; on explicit axes of a mesh, sharded like both."""
+    of_pages, of_indices = (jax.typeof(x).sharding for x in (pages, indices))
+    mesh = of_indices.mesh  # under vmap its axes may not be in the specs
+    if not any((*of_pages.spec, *of_indices.spec)) and (mesh.empty or not mesh.are_all_axes_explicit):
         return pages[indices]
-    of_pages, of_indices = (jax.typeof(x).sharding.spec for x in (pages, indices))
-    mesh_of = pages if specs[0] else indices
-    return pages.at[indices].get(out_sharding=_like(mesh_of, *of_indices, *of_pages[1:]))
+    like = pages if any(of_pages.spec) else indices
+    return pages.at[indices].get(out_sharding=_like(like, *of_indices.spec, *of_pages.spec[1:]))
 
 
 def with_batch_like(x: jax.Array, other: jax.Array) -> jax.Array:

@@ -207,3 +207,25 @@ def rows(x: np.ndarray) -> np.ndarray:
     while x.ndim > 1 and x.shape[-1] == 1:
         x = x[..., 0]
     return x
+
+
+# Elements of page_indices that are not to be read.
+_WILD = np.array([2**31 - 1, -1, -(2**31), 10**6], np.int32)
+
+
+def in_pages(k: np.ndarray, v: np.ndarray, lengths: np.ndarray, page_size: int):
+    """Pages with the first keys of each sequence and NaN elsewhere, and the indices of these pages."""
+    batch, seqlen = k.shape[:2]
+    per_sequence = seqlen // page_size
+    rng = np.random.default_rng(page_size)
+    indices = rng.permutation(batch * per_sequence + 3)[: batch * per_sequence].reshape(batch, per_sequence)
+    counts = np.arange(seqlen) < lengths[:, None]
+    pages = []
+    for x in (k, v):
+        x = np.where(counts[..., None, None], x, x.dtype.type(np.nan))
+        pool = np.full((batch * per_sequence + 3, page_size, *x.shape[2:]), np.nan, x.dtype)
+        pool[indices] = x.reshape(batch, per_sequence, page_size, *x.shape[2:])
+        pages.append(pool)
+    is_read = page_size * np.arange(per_sequence) < lengths[:, None]
+    wild = np.resize(_WILD, indices.shape)
+    return *pages, np.where(is_read, indices, wild).astype(np.int32)

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES
+import quick
+from cases import CASES, DTYPES
 from jax import export
 
 import jax_flash
@@ -234,16 +235,17 @@ def test_number_of_parts(call, parts, monkeypatch):
     ("call", "parts"),
     [
         (dict(t=512, s=32768), 4),
-        (dict(t=512, s=32767), 4),
-        (dict(t=512, s=32769), 5),
+        (dict(t=512, s=131072), 4),
         (dict(t=512, s=16384), 4),
+        (dict(t=512, s=16383), 3),
         (dict(t=512, s=8192), 2),
         (dict(t=513, s=8192), 0),  # few keys for so many queries
-        (dict(t=100, s=4096), 0),
-        (dict(t=100, s=4097), 2),
+        (dict(t=100, s=8191), 0),
+        (dict(t=100, s=8192), 2),
         (dict(t=1024, s=16384), 4),
         (dict(t=1025, s=131072), 0),
-        (dict(t=256, s=131072), 32),
+        (dict(t=256, s=131072), 8),
+        (dict(t=64, s=131072), 16),
         (dict(t=17, s=8192, n=40), 4),
         (dict(t=16, s=8192, n=40), 4),  # more rows than the kernel for few queries takes
         (dict(t=512, s=32768, is_causal=True), 4),
@@ -319,35 +321,63 @@ def test_parts_in_workspace(dtype, queries, parts, size, head_dim, platform):
     assert np.isneginf(lse[2]).all()
 
 
-@pytest.mark.parametrize("parts", [2, 3, 7, 40])
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 40), (192, 128), (256, 256)])
-def test_any_number_of_parts_of_a_chunk(head_dim, head_dim_v, parts, platform):
-    """More than the blocks of keys that there are, too."""
+CHUNK_OPTIONS = {
+    "none": {},
+    "causal": dict(is_causal=True),
+    "causal, window": dict(is_causal=True, window_left=60),
+    "window": dict(window_left=30, window_right=20),
+}
+
+
+@pytest.mark.parametrize("page_size", quick.rows([0, 16, 24], quick=[0, 16]))
+@pytest.mark.parametrize("options", quick.rows(CHUNK_OPTIONS, quick=["causal"]))
+@pytest.mark.parametrize("parts", quick.rows([2, 3, 7, 40], quick=[3]))
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"),
+    quick.rows({x: x for x in ((64, 64), (128, 40), (192, 128), (256, 256))}, quick=[(128, 40)], unpack=True),
+)
+def test_any_number_of_parts_of_a_chunk(head_dim, head_dim_v, parts, options, page_size, platform):
+    """Hopper's kernel splits the keys as it is told, into more parts than there are blocks, too."""
     if platform == "cpu":
         pytest.skip("has no workspace")
-    queries, keys, lengths = 200, 700, (700, 333, 0)
+    batch, queries, keys, lengths = 4, 330, 768, np.array([768, 333, 0, 700], np.int32)
     rng = np.random.default_rng(0)
-    shapes = (3, queries, 2, head_dim), (3, keys, 1, head_dim), (3, keys, 1, head_dim_v)
-    arrays = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
-    arrays.append(jnp.asarray(lengths, jnp.int32))
-    options = dataclasses.asdict(AttentionOptions.resolve(head_dim))
+    q, sinks = rng.standard_normal((batch, queries, 2, head_dim)), rng.standard_normal((batch, 2))
+    k, v = (
+        rng.standard_normal((batch, keys, 1, size)).astype(DTYPES["bfloat16"])
+        for size in (head_dim, head_dim_v)
+    )
+    operands = dict(
+        query_seq_lengths=np.array([330, 200, 330, 330], np.int32),
+        key_value_seq_lengths=lengths,
+        query_offset=np.array([438, -100, 5, 2**30], np.int32),
+        sinks=sinks.astype(np.float32),
+    )
+    if page_size:
+        k, v, page_indices = harness.in_pages(k, v, lengths, page_size)
+        operands = dict(page_indices=page_indices) | operands
+    args = q.astype(DTYPES["bfloat16"]), k, v, *operands.values()
+    attributes = dataclasses.asdict(AttentionOptions.resolve(head_dim)) | options
 
     def run(number):
-        out = jax.ShapeDtypeStruct((3, queries, 2, head_dim_v), jnp.bfloat16)
-        of_parts = (number, *out.shape[:-1], -(-head_dim_v // 4) * 4 + 4)
-        types = (
-            out,
-            *(jax.ShapeDtypeStruct(*x) for x in ((out.shape[:-1], F32), ((1,), jnp.int32), (of_parts, F32))),
+        out, lse = (batch, queries, 2, head_dim_v), (batch, queries, 2)
+        of_parts = (number, *lse, -(-head_dim_v // 4) * 4 + 4)
+        types = (out, jnp.bfloat16), (lse, F32), ((1,), jnp.int32), (of_parts, F32)
+        f = jax.ffi.ffi_call(
+            "jax_flash_forward" + "_emulated" * ("JAX_FLASH_EMULATE" in os.environ),
+            [jax.ShapeDtypeStruct(*x) for x in types],
         )
-        f = jax.ffi.ffi_call("jax_flash_forward" + "_emulated" * ("JAX_FLASH_EMULATE" in os.environ), types)
-        out, lse, *_ = jax.jit(lambda *args: f(*args, operands="key_value_seq_lengths", **options))(*arrays)
-        return np.asarray(out, np.float64), np.asarray(lse)
+        call = jax.jit(lambda *args: f(*args, operands=",".join(operands), **attributes))
+        out, lse, _, in_parts = (np.asarray(x) for x in call(*args))
+        return out.astype(np.float64), lse, in_parts[..., -4], in_parts[..., -3]
 
-    (out, lse), (got_out, got_lse) = run(0), run(parts)
-    np.testing.assert_allclose(got_out, out, atol=2.0**-7, rtol=2.0**-6)
-    np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-5)
-    assert np.isneginf(got_lse[2]).all()
-    assert not got_out[2].any()
+    (want, want_lse, *_), (out, lse, maxima, sums) = run(0), run(parts)
+    np.testing.assert_allclose(out, want, atol=2.0**-7, rtol=2.0**-6)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
+    if _ffi.local_gpus()[0].compute_capability == "9.0":
+        exponents = np.where(sums == 0, -np.inf, np.log(2.0) * maxima + np.log(np.where(sums == 0, 1, sums)))
+        total = np.logaddexp.reduce([*exponents, np.broadcast_to(sinks[:, None], lse.shape)])
+        np.testing.assert_allclose(lse, total, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernels", ["all", "sm80"])

@@ -141,6 +141,10 @@ BAD_FORWARD = {
     ),
     "page indices of rank 1": (PAGES | dict(replace={"pages": ((2,), I32)}), "page_indices must be int32 of shape"),
     "float page indices": (PAGES | dict(replace={"pages": ((2, 4), F32)}), "page_indices must be int32"),
+    "too many pages": (
+        PAGES | dict(replace={"pages": ((0, 2**29), I32), "q": ((0, 4, 6, 8), F32)}),
+        "page_indices must be of less than 2",
+    ),
     "page indices are missing": (dict(operands="page_indices"), "no argument for page_indices"),
     "two words of seeds": (operand("seeds", "dropout_seeds", (2, 6, 2)), "dropout_seeds must be uint32 of shape"),
     "signed seeds": (operand("seeds", "dropout_seeds", dtype=I32), "dropout_seeds must be uint32"),

@@ -361,7 +361,7 @@ Status decode(const ForwardParams& params, const LaunchContext& context) {
     return Status::not_served();
   }
   const int64_t rows = params.num_heads / params.num_kv_heads * params.seqlen_q;
-  if (rows == 0 || rows > ManyRows::kRows) return Status::not_served();
+  if (rows == 0 || rows > ManyRows::kRows || params.seqlen_q > kDecodeQueries) return Status::not_served();
   return rows > 16 ? decode_rows<Arithmetic, kHeadDim, true>(params, context)
                    : decode_rows<Arithmetic, kHeadDim, false>(params, context);
 }

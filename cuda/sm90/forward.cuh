@@ -749,7 +749,7 @@ struct ForwardConsumer {
     }
   }
 
-  // ---- Normalise, write out and lse ----
+  // ---- Normalize, write out and lse ----
 
   __device__ __forceinline__ void write_out(int m_start, int head, int batch, int q_stage) {
     const ForwardParams& params = arguments.params;
@@ -873,8 +873,9 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
   const Status status =
       launch(forward_kernel<Config>, blocks, Config::kThreads, Config::kSharedBytes, context, arguments);
   if constexpr (Config::kIsSplit) {
-    constexpr int kCombined = Config::kHeadDim <= 64 ? 64 : Config::kHeadDim <= 128 ? 128 : 256;
-    if (!status.failed()) return launch_combine<typename Config::Arithmetic, kCombined>(params, context);
+    if (!status.failed()) {
+      return launch_combine<typename Config::Arithmetic, Config::kHeadDim>(params, context);
+    }
   }
   return status;
 }

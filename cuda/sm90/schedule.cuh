@@ -109,7 +109,7 @@ __device__ __forceinline__ void write_tile(const Schedule& schedule, const Forwa
       const int first = part * schedule.part_blocks, end = first + schedule.part_blocks;
       blocks.begin = max(blocks.begin, first);
       blocks.end = max(min(blocks.end, end), blocks.begin);
-      blocks.whole_begin = max(blocks.whole_begin, first);
+      blocks.whole_begin = max(blocks.whole_begin, first);  // where the consumers' inner loop ends
       blocks.whole_end = min(blocks.whole_end, end);
     }
     return blocks;
