@@ -109,8 +109,9 @@ struct AttentionParams {
   int32_t* tile_counter;  // persistent blocks draw tiles from it; null except for 16-bit dtypes
 
   // The page that an element of page_indices names: a wrong one does no harm.
-  JAX_FLASH_INLINE int64_t page(int32_t index) const {
-    return index < 0 ? 0 : index < num_pages ? index : num_pages - 1;
+  JAX_FLASH_INLINE int32_t page(int32_t index) const {
+    const auto last = static_cast<int32_t>(num_pages - 1);
+    return index < 0 ? 0 : index < last ? index : last;
   }
 
   JAX_FLASH_INLINE bool has_segments() const { return query_segment_ids != nullptr; }

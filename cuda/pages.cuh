@@ -26,7 +26,7 @@ struct SequencePages {
   __device__ __forceinline__ int index_of(int key) const { return unsigned(key) / unsigned(size()); }
   __device__ __forceinline__ int row_of(int key) const { return unsigned(key) % unsigned(size()); }
 
-  __device__ __forceinline__ int64_t page(int index) const { return params.page(__ldg(indices + index)); }
+  __device__ __forceinline__ int32_t page(int index) const { return params.page(__ldg(indices + index)); }
 };
 
 }  // namespace jax_flash::cuda

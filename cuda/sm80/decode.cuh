@@ -180,8 +180,13 @@ __global__ void __launch_bounds__(Config::kThreads)
       return query * arguments.q.stride + int64_t{first_head + rows.head(row)} * arguments.q.head_dim;
     });
   }
-#pragma unroll
-  for (int item = 0; item < kStages - 1; ++item) load_item(item % 2 ? v_source : k_source, item);
+  // Not unrolled: the first call of a kernel waits for its code.
+#pragma unroll 1
+  for (int item = 0; item < kStages - 2; item += 2) {
+    load_item(k_source, item);
+    load_item(v_source, item + 1);
+  }
+  if constexpr (kStages % 2 == 0) load_item(k_source, kStages - 2);
   if (blocks.visible) {
     ptx::copy_async_wait<kStages - 2>();
     QLoader::round(sQ);

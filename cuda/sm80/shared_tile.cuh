@@ -107,23 +107,34 @@ class TileLoader {
   // Starts to copy a tile of keys in pages: those from `key` on, of head `head`. The rest as in load.
   __device__ __forceinline__ void load_pages(Tile tile, const SequencePages& pages, int head, int key,
                                              int key_limit) const {
+    const int size = pages.size();
+    const int64_t page_stride = size * rows_.stride;
+    if (rows_.copy_bytes != 16) {
+      load_rows(rows_, tile, [&](int i) -> int64_t {
+        if (key + i >= key_limit) return -1;
+        return pages.page(pages.index_of(key + i)) * page_stride + pages.row_of(key + i) * rows_.stride +
+               int64_t{head} * rows_.head_dim;
+      });
+      return;
+    }
     const int r = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
     const int valid_rows = chunk * kChunkElements < rows_.head_dim ? key_limit - key - r : 0;
     const uint32_t to = tile.base + r * Tile::kRowBytes + (chunk & ~7) * 16;
     const Element* first =
         static_cast<const Element*>(rows_.data) + int64_t{head} * rows_.head_dim + chunk * kChunkElements;
-    const int size = pages.size(), pages_on = pages.index_of(kRowsAtOnce),
-              rows_on = pages.row_of(kRowsAtOnce);
+    const int pages_on = pages.index_of(kRowsAtOnce), rows_on = pages.row_of(kRowsAtOnce);
     int index = pages.index_of(key + r), row = pages.row_of(key + r);
     constexpr int kCopies = Tile::kRows / kRowsAtOnce, kAtOnce = kCopies < 8 ? kCopies : 8;
-#pragma unroll
-    for (int copy = 0; copy < kCopies; copy += kAtOnce) {
+    constexpr int kStep = kAtOnce * kRowsAtOnce;  // rows
+    static_assert(kCopies % kAtOnce == 0 && (kStep % 8 == 0 || kStep == Tile::kRows));
+#pragma unroll 1
+    for (int step = 0; step < Tile::kRows; step += kStep) {
       // All reads of page_indices before the first copy, which waits for one of them.
       const Element* from[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const bool is_valid = (copy + i) * kRowsAtOnce < valid_rows;
-        from[i] = first + (is_valid ? pages.page(index) * size + row : 0) * rows_.stride;
+        const bool is_valid = step + i * kRowsAtOnce < valid_rows;
+        from[i] = is_valid ? first + pages.page(index) * page_stride + row * rows_.stride : first;
         index += pages_on;
         row += rows_on;
         if (row >= size) {
@@ -133,14 +144,9 @@ class TileLoader {
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int tile_row = (copy + i) * kRowsAtOnce;
-        const uint32_t to_row = to + tile_row * Tile::kRowBytes + (((chunk ^ (r + tile_row)) & 7) << 4);
-        if (rows_.copy_bytes == 16) {
-          ptx::copy_async<16>(to_row, from[i], tile_row < valid_rows);
-        } else {
-          copy_unaligned(rows_, to_row, from[i],
-                         tile_row < valid_rows ? rows_.head_dim - chunk * kChunkElements : 0);
-        }
+        const int tile_row = i * kRowsAtOnce;  // `step` leaves row % 8 as it is
+        ptx::copy_async<16>(to + (step + tile_row) * Tile::kRowBytes + (((chunk ^ (r + tile_row)) & 7) << 4),
+                            from[i], step + tile_row < valid_rows);
       }
     }
   }

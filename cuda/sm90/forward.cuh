@@ -307,8 +307,8 @@ struct ForwardLoader {
       int outer = batch, box_row = key;
       if (pages) {
         // Behind the keys that count come zeros, from a page that does not exist.
-        const int64_t page = key < kv_length ? pages.page(pages.index_of(key)) : arguments.params.num_pages;
-        outer = static_cast<int>(page), box_row = pages.row_of(key);
+        const int no_page = static_cast<int>(arguments.params.num_pages);
+        outer = key < kv_length ? pages.page(pages.index_of(key)) : no_page, box_row = pages.row_of(key);
       }
 #pragma unroll
       for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
