@@ -438,9 +438,9 @@ def _columns_seen(
     offset = arrays.get("query_offset", jnp.zeros(1, jnp.int32))
     # The largest offsets and windows would wrap around.
     lowest, highest = (jnp.clip(limit(offset), -_FAR, _FAR) for limit in (jnp.min, jnp.max))
-    if 0 <= options.window_left < _FAR:
-        first = jnp.clip(row + lowest - options.window_left, 0, end)
-    right = 0 if options.is_causal else options.window_right
+    left, right = options.reach
+    if 0 <= left < _FAR:
+        first = jnp.clip(row + lowest - left, 0, end)
     if 0 <= right < _FAR:
         end = jnp.clip(row + rows + highest + right, 0, end)
     if "query_seq_lengths" in arrays:

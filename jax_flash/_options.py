@@ -73,6 +73,11 @@ class AttentionOptions:
             deterministic=static_bool("deterministic", deterministic),
         )
 
+    @property
+    def reach(self) -> tuple[int, int]:
+        """How far before and behind i + query_offset a query sees keys, by window and causal mask; -1: no limit."""
+        return self.window_left, 0 if self.is_causal else self.window_right
+
 
 def static_bool(name: str, value: Any) -> bool:
     _refuse_traced(name, value, "bool")

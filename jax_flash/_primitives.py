@@ -26,7 +26,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import _blocked, _checks, _dropout, _ffi, _library, _partitioning, _subsequence, _workspace
+from . import _blocked, _checks, _dropout, _ffi, _halo, _library, _partitioning, _subsequence, _workspace
 from ._operands import AXES, DIRECTIONS, OPERANDS, PART_OF_LSE, POOLED, TANGENTS, is_directed
 from ._options import AttentionOptions
 
@@ -357,8 +357,8 @@ def _partitioned(
 ) -> Callable:
     """Makes `local_call` one that XLA partitions over batch axes, heads and query rows, not over keys or head dims.
 
-    A device has all keys, and the rows of a part of the sequence. It adds a part to the gradients that are sums over
-    rows.
+    A device has the rows of a part of the sequence, and all keys or those that its rows see in a window. It adds a part
+    to the gradients that are sums over rows.
     """
     *batch_shape, seqlen_q, num_heads, _ = arrays["q"].shape
     seqlen_kv, num_kv_heads, _ = _whole_keys(arrays)[0].shape[-3:]
@@ -383,6 +383,7 @@ def _partitioned(
             for i, (axis, size, full) in enumerate(zip(axes, shape, sizes, strict=True))
         ]
 
+    can_have_halo = seqlen_q == seqlen_kv and "query_offset" not in arrays
     arg_factors = {name: factors(name, x.shape) for name, x in arrays.items()}
     result_factors = {name: factors(name, shape) for name, shape in result_shapes.items()}
 
@@ -394,6 +395,14 @@ def _partitioned(
         if num_rows == seqlen_q or ("dropout_seeds" in arrays and num_rows % _dropout.UNIT):
             rows = None
         mesh_axes = {f"b{i}": axes for i, axes in enumerate(batch)} | {"t": rows, "n": heads}
+        has_halo = rows and all(
+            _as_tuple(_divisible_spec(mesh, info)[-3]) == _as_tuple(rows)
+            for name, info in zip(arrays, arg_infos, strict=True)
+            if _has_keys(name)
+        )
+        halo = (
+            _halo.of(rows, _num_parts(mesh, rows), seqlen_q, options) if has_halo and can_have_halo else None
+        )
 
         def sharding(names: list[str], keys: tuple = ()) -> NamedSharding:
             axes = mesh_axes | {"k": heads, "s": keys or None}
@@ -407,6 +416,8 @@ def _partitioned(
             missing = [axes for factor, axes in mesh_axes.items() if axes and factor not in own]
             summed[name] = [axis for axes in missing for axis in _as_tuple(axes)]
             keys = dict(zip(own, _divisible_spec(mesh, info), strict=True)).get("s") or ()
+            if halo and _has_keys(name):
+                keys = rows
             scattered[name] = _as_tuple(keys) if {*_as_tuple(keys)} <= {*summed[name]} else ()
         result_shardings = {name: sharding(own, scattered[name]) for name, own in result_factors.items()}
 
@@ -417,11 +428,15 @@ def _partitioned(
                     row = jax.lax.axis_index(rows) * num_rows
                     needs_offset = _subsequence.needs_offset(part, options)
                     part = _subsequence.at(part, row, 0, with_offset=needs_offset)
+                if halo:
+                    part |= {name: halo.gather(x) for name, x in part.items() if _has_keys(name)}
                 return [sum_of_parts(*x) for x in zip(call.results, local_call(part), strict=True)]
 
         def sum_of_parts(name: str, x: jax.Array) -> jax.Array:
             if not summed[name]:
                 return x
+            if halo and _has_keys(name):
+                return halo.sum_parts(x)
             if name in _BROADCASTABLE and rows and "t" not in result_factors[name]:
                 x = jnp.sum(x, -2, keepdims=True)  # the blocks of the device's rows
             keys = result_factors[name].index("s") if scattered[name] else None
@@ -430,7 +445,9 @@ def _partitioned(
             shape = result_shardings[name].shard_shape(result_shapes[name])
             return jnp.pad(x, [(0, whole - own) for whole, own in zip(shape, x.shape, strict=True)])
 
-        arg_shardings = tuple(map(sharding, arg_factors.values()))
+        arg_shardings = tuple(
+            sharding(own, rows if halo and _has_keys(name) else ()) for name, own in arg_factors.items()
+        )
         return whole_mesh or mesh, call_and_sum, [*result_shardings.values()], arg_shardings
 
     rule = [[*group.values()] for group in (arg_factors, result_factors)]
@@ -442,6 +459,11 @@ def _partitioned(
         need_replication_factors=tuple(x for x in in_order if x[0] not in "btnk"),  # in order of appearance
     )
     return lambda arrays: partitioned(*arrays.values())
+
+
+def _has_keys(name: str) -> bool:
+    """Whether the array has rows for keys, like k, v and their derivatives."""
+    return AXES[name].startswith("sk")
 
 
 def _sum_over_devices(x: jax.Array, axes: list, scattered: tuple, axis: int | None) -> jax.Array:
@@ -539,10 +561,9 @@ def _num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions
     sizes = (seqlen_q, num_heads, seqlen_kv, num_kv_heads)
     if not all(isinstance(size, int) and size > 0 for size in sizes) or "dropout_seeds" in operands:
         return 0
-    window = options.window_left, 0 if options.is_causal else options.window_right
     keys = seqlen_kv
-    if min(window) >= 0:  # the first block of keys may begin before the first that a query sees
-        keys = min(keys, sum(window) + seqlen_q + _library.constants()["kVisibilityBlock"])
+    if min(options.reach) >= 0:  # the first block of keys may begin before the first that a query sees
+        keys = min(keys, sum(options.reach) + seqlen_q + _library.constants()["kVisibilityBlock"])
     if _is_decoding(q, k, v):
         # A part writes 4 bytes for each row and column, so longer sequences have longer parts; but one sequence alone
         # must have parts for all multiprocessors of a GPU.

@@ -284,8 +284,7 @@ class _Ring:
         offset: int | None,
     ) -> _Ring:
         """Plans the steps; `offset` None: known only when the program runs."""
-        limits = options.window_left, 0 if options.is_causal else options.window_right
-        left, right = (np.inf if limit < 0 else limit for limit in limits)
+        left, right = (np.inf if limit < 0 else limit for limit in options.reach)
 
         def may_see(device: int, i: int, sender: int, j: int) -> bool:
             if offset is None:

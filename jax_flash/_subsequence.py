@@ -17,8 +17,7 @@ _INT32 = jnp.iinfo(jnp.int32)
 
 def needs_offset(names: Collection[str], options: AttentionOptions) -> bool:
     """Whether it matters to a call with these operands where the queries are among the keys."""
-    has_limits = options.is_causal or options.window_left >= 0 or options.window_right >= 0
-    return has_limits or "alibi_slopes" in names
+    return options.reach != (-1, -1) or "alibi_slopes" in names
 
 
 def at(arrays: Arrays, row: jax.Array, column: jax.Array | int, *, with_offset: bool) -> Arrays:

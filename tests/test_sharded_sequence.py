@@ -292,6 +292,110 @@ def test_no_queries_move_beside_pages():
     assert_no_queries_move(collectives(f.lower(placed, *pages, **options).compile().as_text()))
 
 
+# ---- Windows ----------------------------------------------------------------------------------------------------
+
+# The window, and how many keys a device gets from others in each transfer: none where it gets them all at once.
+WINDOWS = {
+    "inside": ((9, 5), (9, 5)),
+    "causal": ((20, 0), (16, 4)),
+    "before": ((16, 0), (16,)),
+    "behind": ((0, 17), (16, 1)),
+    "itself": ((0, 0), ()),
+    "most": ((30, 17), (16, 14, 16, 1)),
+    "all": ((30, 18), None),
+    "no limit": ((9, None), None),
+}
+WINDOW_OPTIONS = {
+    "lengths": (
+        dict(query_seq_lengths=np.int32([50, 17]), key_value_seq_lengths=np.int32([33, 60])),
+        {},
+    ),
+    "segments": (dict(segment_ids=ids(T)), {}),
+    "mask": (dict(mask=mask(B, N, T, T)), {}),
+    "bias": ({}, dict(bias=random(1, N, T, T, seed=5))),
+    "alibi, sinks": ({}, OPTIONS["alibi"][1] | OPTIONS["sinks"][1]),
+    "dropout": OPTIONS["dropout"],
+    "offsets": (dict(query_offset=np.int32([0, 20])), {}),
+}
+
+
+_WINDOWS = {  # every window without, every option with a window
+    f"{window}-{options}": (*WINDOWS[window], *WINDOW_OPTIONS.get(options, ({}, {})), axis_type)
+    for (window, options), axis_type in zip(
+        [*((window, "") for window in WINDOWS), *zip(itertools.cycle(("most", "causal")), WINDOW_OPTIONS)],
+        itertools.cycle(("auto", "auto", "explicit")),
+        strict=False,
+    )
+}
+
+
+def aligned() -> list[np.ndarray]:
+    """Queries beside as many keys."""
+    return [random(B, T, N, H, seed=1), random(B, T, K, H, seed=2), random(B, T, K, HV, seed=3)]
+
+
+@pytest.mark.parametrize(
+    ("window", "counts", "static", "differentiable", "axis_type"),
+    quick.rows(_WINDOWS, ["most-", "causal-dropout"], unpack=True),
+)
+def test_only_keys_in_the_window_move(window, counts, static, differentiable, axis_type):
+    static = static | dict(local_window_size=window, is_causal=False)
+    args = aligned()
+
+    def results(*args):
+        (out, lse), vjp = jax.vjp(lambda *args: attend(*args[:3], static, args[3]), *args)
+        return out, lse, *vjp((jnp.cos(out), jnp.sin(jnp.where(lse == -jnp.inf, 0, lse))))
+
+    want = jax.jit(results)(*args, differentiable)
+    mesh = mesh_of(NUMBER, axis_types=(AXIS_TYPES[axis_type],))
+    with jax.set_mesh(mesh):
+        placed = put(mesh, ROWS, *args)
+        compiled = jax.jit(results).lower(*placed, differentiable).compile()
+        got = compiled(*placed, differentiable)
+    for name, x, y in zip(("out", "lse", "dq"), got, want, strict=False):
+        np.testing.assert_array_equal(x, y, err_msg=name)
+    for x, y in zip(jax.tree.leaves(got[3:]), jax.tree.leaves(want[3:]), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    for x, like in zip(got[3:5], placed[1:], strict=True):
+        assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
+
+    of_keys = [x for x in collectives(compiled.as_text()) if len(x[1]) == 4 and x[1][-2] == K]
+    if counts is None or "query_offset" in static:
+        assert {kind for kind, _ in of_keys} == {"all-gather", "reduce-scatter"}
+    else:  # keys and values for each pass, and their gradients
+        times = 4 if "bias" in differentiable else 3
+        moved = [("collective-permute", (B, count, K, width)) for count in counts for width in (H, HV)]
+        assert sorted(of_keys) == sorted(moved * times)
+
+
+@pytest.mark.parametrize("derivative", quick.rows(DERIVATIVES, ["of a gradient"]))
+def test_only_keys_in_the_window_move_for_other_derivatives(derivative):
+    static, differentiable = OF_DERIVATIVES["everything"]
+    static = static | dict(local_window_size=(20, 0), key_value_seq_lengths=np.int32([33, 60]))
+    args = (*aligned(), jax.tree.map(jnp.asarray, differentiable))
+    f = jax.jit(functools.partial(derivative, functools.partial(loss, static=static, forward_mode=True)))
+    placed = *put(mesh_of(NUMBER), ROWS, *args[:3]), args[3]
+    compiled = f.lower(*placed).compile()
+    for x, y in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(f(*args)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+    moved = [x for x in collectives(compiled.as_text()) if x[1][-2:] in ((K, H), (K, HV))]
+    assert {(kind, shape[-3]) for kind, shape in moved} == {
+        ("collective-permute", 16),
+        ("collective-permute", 4),
+    }
+
+
+@pytest.mark.parametrize("window", [(3, 0), (11, 2), (20, 33)])
+@pytest.mark.parametrize("number", quick.rows([2, 4, 8], quick=[8]))
+def test_every_device_gets_its_window(number, window):
+    """The gradients of keys and values are sums of what several devices have."""
+    args = random(2, 64, 4, 8, seed=1), random(2, 64, 2, 8, seed=2), random(2, 64, 2, 8, seed=3)
+    f = jax.jit(functools.partial(results, is_causal=False, local_window_size=window))
+    bias = np.zeros((1, 1, 1, 1), np.float32)
+    got = f(*put(mesh_of(number), ROWS, *args), bias)
+    assert_like_one_device(got[:5], f(*args, bias)[:5])
+
+
 # ---- Meshes -----------------------------------------------------------------------------------------------------
 
 _AXES = ("a", "b")
@@ -319,24 +423,26 @@ def assert_like_one_device(got, want) -> None:
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.parametrize("window", quick.rows({"all keys": None, "window": (9, 5)}, ["window"]))
 @pytest.mark.parametrize(("sizes", "spec", "spec_kv"), MESHES.values(), ids=MESHES.keys())
-def test_meshes(sizes, spec, spec_kv):
+def test_meshes(sizes, spec, spec_kv, window):
     q, k, v = random(2, 64, 4, 8, seed=1), random(2, 64, 2, 8, seed=2), random(2, 64, 2, 8, seed=3)
     bias = random(1, 4, 1, 64, seed=4)  # its gradient is a sum over batch and rows
     mesh = mesh_of(*sizes, names=_AXES)
     placed = *put(mesh, spec, q), *put(mesh, spec_kv, k, v)
-    f = jax.jit(results)
+    f = jax.jit(functools.partial(results, is_causal=window is None, local_window_size=window))
     got = f(*placed, bias)
     assert_like_one_device(got, f(q, k, v, bias))
     assert got[0].sharding.is_equivalent_to(placed[0].sharding, 4)
 
 
 @pytest.mark.parametrize("dropout_rate", quick.rows([0.0, 0.3], quick=[0.3]))
+@pytest.mark.parametrize("window", quick.rows({"all keys": None, "window": (20, 0)}, ["window"]))
 @pytest.mark.parametrize("is_ring", [False, True], ids=["batch", "ring"])
-def test_the_other_axis_of_shard_map(is_ring, dropout_rate):
+def test_the_other_axis_of_shard_map(is_ring, dropout_rate, window):
     """The compiler shards the sequence beside a manual axis: of the batch, or of the sequence itself."""
     args = random(2, 128, 4, 8, seed=1), random(2, 128, 2, 8, seed=2), random(2, 128, 2, 8, seed=3)
-    options = dict(is_causal=True)
+    options = dict(is_causal=True, local_window_size=window)
     if dropout_rate:
         options |= dict(dropout_rate=dropout_rate, dropout_rng=np.uint32([1, 2]))
     mesh = mesh_of(2, 4, names=_AXES)
