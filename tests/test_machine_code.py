@@ -49,14 +49,14 @@ def functions() -> dict[str, list[tuple[int, str]]]:
 
 
 def test_ptx_is_embedded():
-    """GPUs newer than all machine code compile PTX, that of the oldest architecture; the sums of dq have better."""
+    """GPUs that no machine code serves compile PTX: each unit has that of the oldest architecture, or its own."""
     command = [disassembler(), "--list-ptx", str(LIBRARY)]
     files = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     embedded = [int(capability) for capability in re.findall(r"\.sm_(\d+)\.ptx", files)]
     built = [int(re.match(r"\d+", arch)[0]) for arch in jax_flash.build_info()["archs"].split(";")]
-    assert set(embedded) == set(built)
+    assert {min(built)} <= set(embedded) <= set(built)
     units = {tuple(name.split()) for name in jax_flash.build_info()["kernels"] if " sm80 " in name}
-    assert embedded.count(min(built)) >= len(units) / 2  # a unit has two arithmetics
+    assert len(embedded) >= len(units) / 2  # a unit has two arithmetics
 
 
 def is_product(text: str) -> bool:
