@@ -51,10 +51,17 @@ __device__ __forceinline__ void for_each_accumulator_row(const T (&)[kMTiles][2]
   }
 }
 
-// The sum over the four lanes that share a row.
-__device__ __forceinline__ float row_sum(float x) {
-  x += __shfl_xor_sync(0xffffffff, x, 1);
-  return x + __shfl_xor_sync(0xffffffff, x, 2);
+// The sum of `value` over kLanes neighbouring lanes.
+template <int kLanes>
+__device__ __forceinline__ float sum_lanes(float value) {
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(0xffffffff, value, offset);
+  }
+  return value;
 }
+
+// The sum over the four lanes that share a row.
+__device__ __forceinline__ float row_sum(float value) { return sum_lanes<4>(value); }
 
 }  // namespace jax_flash::cuda

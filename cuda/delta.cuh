@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "accumulator.cuh"
 #include "launch.h"
 #include "mask.cuh"
 #include "params.h"
@@ -34,16 +35,6 @@ struct Vector {
     return sum;
   }
 };
-
-// The sum of `value` over kLanes neighbouring lanes.
-template <int kLanes>
-__device__ __forceinline__ float sum_lanes(float value) {
-#pragma unroll
-  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
-    value += __shfl_xor_sync(0xffffffff, value, offset);
-  }
-  return value;
-}
 
 inline constexpr int kDeltaThreads = 256, kDeltaRows = 64;  // of a block
 static_assert(kStatsRows % kDeltaRows == 0);

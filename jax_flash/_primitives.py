@@ -383,7 +383,7 @@ def _partitioned(
             for i, (axis, size, full) in enumerate(zip(axes, shape, sizes, strict=True))
         ]
 
-    can_have_halo = seqlen_q == seqlen_kv and "query_offset" not in arrays
+    is_aligned = seqlen_q == seqlen_kv and "query_offset" not in arrays  # query i is where key i is
     arg_factors = {name: factors(name, x.shape) for name, x in arrays.items()}
     result_factors = {name: factors(name, shape) for name, shape in result_shapes.items()}
 
@@ -395,14 +395,10 @@ def _partitioned(
         if num_rows == seqlen_q or ("dropout_seeds" in arrays and num_rows % _dropout.UNIT):
             rows = None
         mesh_axes = {f"b{i}": axes for i, axes in enumerate(batch)} | {"t": rows, "n": heads}
-        has_halo = rows and all(
-            _as_tuple(_divisible_spec(mesh, info)[-3]) == _as_tuple(rows)
-            for name, info in zip(arrays, arg_infos, strict=True)
-            if _has_keys(name)
-        )
-        halo = (
-            _halo.of(rows, _num_parts(mesh, rows), seqlen_q, options) if has_halo and can_have_halo else None
-        )
+        of_keys = [x for name, x in zip(arrays, arg_infos, strict=True) if _has_keys(name)]
+        is_beside = all(_as_tuple(_divisible_spec(mesh, x)[-3]) == _as_tuple(rows) for x in of_keys)
+        can_have_halo = rows and is_aligned and is_beside
+        halo = _halo.of(rows, _num_parts(mesh, rows), seqlen_q, options) if can_have_halo else None
 
         def sharding(names: list[str], keys: tuple = ()) -> NamedSharding:
             axes = mesh_axes | {"k": heads, "s": keys or None}

@@ -198,7 +198,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          "if others := [axis for axis in axes if axis not in scattered]:", "if others := []:",
          "test_bias.py::test_sharded_jit_sums_the_gradient_and_gathers_no_arrays[batch-1NTS-sharded bias]"),
         ("the window stays where it is for an offset",
-         ' and "query_offset" not in arrays', "",
+         ' and "query_offset" not in arrays  #', "  #",
          "test_sharded_sequence.py::test_only_keys_in_the_window_move[most-offsets]"),
         ("one device's part of dk is dropped",
          "total = x.astype(jnp.promote_types(x.dtype, jnp.float32))",
