@@ -7,12 +7,14 @@ and no others, and sends the gradients of these back.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
+from . import _sharding
 from ._options import AttentionOptions
 
 
@@ -25,7 +27,7 @@ class _Transfer(NamedTuple):
 
 
 class Halo(NamedTuple):
-    axes: Any  # of the mesh, over which the sequence is sharded
+    axes: str | tuple[str, ...]  # of the mesh, over which the sequence is sharded
     num_devices: int
     size: int  # of a shard
     reach: tuple[int, int]  # how far before and behind its place a query sees keys
@@ -77,8 +79,14 @@ class Halo(NamedTuple):
         return lax.ppermute(x, self.axes, pairs)
 
 
-def of(axes: Any, num_devices: int, seqlen: int, options: AttentionOptions) -> Halo | None:
-    """The halo of a sequence of queries and keys, both sharded over mesh axes; None if a device would get all keys."""
+def of(axes: str | tuple[str, ...], mesh: Mesh, seqlen: int, options: AttentionOptions) -> Halo | None:
+    """The halo of a sequence of queries and keys, both sharded over these axes of the mesh.
+
+    None if a device would get all keys, or if the axes are not in the order of the mesh.
+    """
+    num_devices = _sharding.num_parts(mesh, axes)
     size = seqlen // num_devices
     is_limited = min(options.reach) >= 0 and sum(options.reach) < seqlen - size
-    return Halo(axes, num_devices, size, options.reach) if is_limited else None
+    if not is_limited or not _sharding.are_in_order(axes, mesh):
+        return None
+    return Halo(axes, num_devices, size, options.reach)

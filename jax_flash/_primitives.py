@@ -26,7 +26,18 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import _blocked, _checks, _dropout, _ffi, _halo, _library, _partitioning, _subsequence, _workspace
+from . import (
+    _blocked,
+    _checks,
+    _dropout,
+    _ffi,
+    _halo,
+    _library,
+    _partitioning,
+    _sharding,
+    _subsequence,
+    _workspace,
+)
 from ._operands import AXES, DIRECTIONS, OPERANDS, PART_OF_LSE, POOLED, TANGENTS, is_directed
 from ._options import AttentionOptions
 
@@ -386,19 +397,33 @@ def _partitioned(
     is_aligned = seqlen_q == seqlen_kv and "query_offset" not in arrays  # query i is where key i is
     arg_factors = {name: factors(name, x.shape) for name, x in arrays.items()}
     result_factors = {name: factors(name, shape) for name, shape in result_shapes.items()}
+    by_query_heads = {name: ["n" if x == "k" else x for x in own] for name, own in result_factors.items()}
 
     def partition(mesh, arg_infos, result_infos):
         *batch, rows, heads, _ = _divisible_spec(mesh, arg_infos[0])
-        if num_kv_heads % _num_parts(mesh, heads):
+        if num_kv_heads % _sharding.num_parts(mesh, heads):
             heads = None  # a group of query heads and its key head stay on one device
-        num_rows = seqlen_q // _num_parts(mesh, rows)
+        num_rows = seqlen_q // _sharding.num_parts(mesh, rows)
         if num_rows == seqlen_q or ("dropout_seeds" in arrays and num_rows % _dropout.UNIT):
             rows = None
         mesh_axes = {f"b{i}": axes for i, axes in enumerate(batch)} | {"t": rows, "n": heads}
-        of_keys = [x for name, x in zip(arrays, arg_infos, strict=True) if _has_keys(name)]
-        is_beside = all(_as_tuple(_divisible_spec(mesh, x)[-3]) == _as_tuple(rows) for x in of_keys)
-        can_have_halo = rows and is_aligned and is_beside
-        halo = _halo.of(rows, _num_parts(mesh, rows), seqlen_q, options) if can_have_halo else None
+        if whole_mesh and sum(size > 1 for size in mesh.shape.values()) > 1:
+            # Beside manual axes XLA does not say which of several axes partition an array: those named here may be
+            # others of the same sizes. So a device neither asks for its place along them nor adds up parts of others.
+            summed_over = {
+                factor for own in by_query_heads.values() for factor in mesh_axes if factor not in own
+            }
+            mesh_axes |= dict.fromkeys(summed_over | {"t"})
+            rows, heads = mesh_axes["t"], mesh_axes["n"]
+        halo = None
+        if rows and is_aligned:
+            of_keys = [
+                _divisible_spec(mesh, x)[-3]
+                for name, x in zip(arrays, arg_infos, strict=True)
+                if _has_keys(name)
+            ]
+            if all(_sharding.as_tuple(axes) == _sharding.as_tuple(rows) for axes in of_keys):
+                halo = _halo.of(rows, mesh, seqlen_q, options)
 
         def sharding(names: list[str], keys: tuple = ()) -> NamedSharding:
             axes = mesh_axes | {"k": heads, "s": keys or None}
@@ -407,14 +432,15 @@ def _partitioned(
         # A result that lacks an axis is a sum over it, of which each device has a part. Over query heads that share a
         # key head the kernel sums. A sum may be scattered along the keys.
         summed, scattered = {}, {}
-        for (name, own), info in zip(result_factors.items(), result_infos, strict=True):
-            own = ["n" if factor == "k" else factor for factor in own]
+        for (name, own), info in zip(by_query_heads.items(), result_infos, strict=True):
             missing = [axes for factor, axes in mesh_axes.items() if axes and factor not in own]
-            summed[name] = [axis for axes in missing for axis in _as_tuple(axes)]
+            summed[name] = [axis for axes in missing for axis in _sharding.as_tuple(axes)]
             keys = dict(zip(own, _divisible_spec(mesh, info), strict=True)).get("s") or ()
             if halo and _has_keys(name):
                 keys = rows
-            scattered[name] = _as_tuple(keys) if {*_as_tuple(keys)} <= {*summed[name]} else ()
+            scattered[name] = (
+                _sharding.as_tuple(keys) if {*_sharding.as_tuple(keys)} <= {*summed[name]} else ()
+            )
         result_shardings = {name: sharding(own, scattered[name]) for name, own in result_factors.items()}
 
         def call_and_sum(*args: jax.Array) -> list[jax.Array]:
@@ -480,19 +506,11 @@ def _no_mesh():
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
-def _num_parts(mesh, axes) -> int:
-    return math.prod(mesh.shape[axis] for axis in _as_tuple(axes) if axis)
-
-
-def _as_tuple(axes) -> tuple:
-    return axes if isinstance(axes, tuple) else (axes,)
-
-
 def _divisible_spec(mesh, array) -> list:
     """The mesh axes that partition each axis of `array`; None where the parts would differ in size."""
     spec = getattr(array.sharding, "spec", (None,) * len(array.shape))
     partition = zip(array.shape, spec, strict=True)
-    return [None if size % _num_parts(mesh, axes) else axes for size, axes in partition]
+    return [None if size % _sharding.num_parts(mesh, axes) else axes for size, axes in partition]
 
 
 # Lowering

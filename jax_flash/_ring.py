@@ -77,7 +77,8 @@ def ring_attention(
       bias: broadcastable to [B, N, T / n, S]: the device's rows, all keys in the order of the devices' shards; or
         :class:`Alibi`.
       mask: bool, likewise.
-      axis_name: the mesh axis over which the sequence is sharded, or a tuple of axes, the major one first.
+      axis_name: the mesh axis over which the sequence is sharded, or a tuple of axes, the major one first, in the
+        order of the mesh.
       layout: which part of the sequence a device has. "contiguous": device d has the d-th of n chunks. "zigzag": it
         has chunks d and 2 n - 1 - d of 2 n, so that all devices have equally much to do if the call is causal;
         :func:`to_zigzag` brings a sequence into this order.
@@ -93,8 +94,8 @@ def ring_attention(
 
     Raises:
       TypeError: as `flash_attention`.
-      ValueError: as `flash_attention`; or axis_name is no axis here; or layout is unknown; or a shard cannot be halved,
-        or with dropout is not a multiple of 16, or of 32 with "zigzag".
+      ValueError: as `flash_attention`; or axis_name is no axis here, or has axes in another order than the mesh; or
+        layout is unknown; or a shard cannot be halved, or with dropout is not a multiple of 16, or of 32 with "zigzag".
       NotImplementedError: as `flash_attention`; page_indices; second derivatives by the kernels without
         `forward_mode`.
     """
@@ -165,15 +166,21 @@ def ring_attention(
 
 def axis_size(axis_name: Any) -> int:
     """The number of devices along the mesh axis, or axes, of the surrounding `shard_map`."""
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    names = _sharding.as_tuple(axis_name)
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"axis_name must be a str or a tuple of them, got {describe(axis_name)}.")
     try:
-        return lax.axis_size(axis_name)
+        size = lax.axis_size(axis_name)
     except NameError:
         raise ValueError(
             f"axis_name must be a mesh axis of the surrounding shard_map, got {axis_name!r}."
         ) from None
+    mesh = jax.sharding.get_abstract_mesh()
+    if len(names) > 1 and not _sharding.are_in_order(names, mesh):
+        raise ValueError(
+            f"axis_name must have axes of one mesh in its order, {mesh.axis_names}, got {axis_name!r}."
+        )
+    return size
 
 
 def _depends_on_positions(operands: Arrays, options: AttentionOptions) -> bool:

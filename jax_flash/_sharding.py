@@ -6,6 +6,7 @@ custom_vjp, so that JAX sums the gradients of what it replicates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -75,6 +76,20 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
     if hasattr(aval, "manual_axis_type"):
         return frozenset(aval.manual_axis_type.varying)
     return aval.vma  # before jax 0.10
+
+
+def are_in_order(axes: str | tuple[str, ...], mesh: Any) -> bool:
+    """Whether the axes are in the order of the mesh, the only one in which `lax.ppermute` can number devices."""
+    return [axis for axis in mesh.axis_names if axis in as_tuple(axes)] == [*as_tuple(axes)]
+
+
+def num_parts(mesh: Any, axes: Any) -> int:
+    """Into how many parts these axes of the mesh divide an array."""
+    return math.prod(mesh.shape[axis] for axis in as_tuple(axes) if axis)
+
+
+def as_tuple(axes: Any) -> tuple:
+    return axes if isinstance(axes, tuple) else (axes,)
 
 
 def _explicit_spec(x: jax.Array) -> PartitionSpec | None:

@@ -711,6 +711,14 @@ def test_axis_name():
         message = "axis_name must be a mesh axis of the surrounding shard_map, got 'sequence'"
         with pytest.raises(ValueError, match=message):
             call(q, k, v)
+    reversed_axes = jax.shard_map(
+        functools.partial(jax_flash.ring_attention, axis_name=("b", "a")),
+        mesh=mesh_of(2, 2, names=("a", "b")),
+        in_specs=P(None, ("b", "a")),
+        out_specs=P(None, ("b", "a")),
+    )
+    with pytest.raises(ValueError, match=re.escape("in its order, ('a', 'b'), got ('b', 'a')")):
+        reversed_axes(q, k, v)
     with pytest.raises(TypeError, match=r"axis_name must be a str or a tuple of them, got .* of type list"):
         jax_flash.ring_attention(q, k, v, axis_name=["sequence"])
 

@@ -405,6 +405,7 @@ MESHES = {
     "sequence and heads": ((2, 2), P(None, "a", "b"), P(None, "a", "b")),
     "sequence over both": ((2, 4), P(None, _AXES), P(None, _AXES)),
     "the other way round": ((2, 4), P(None, ("b", "a")), P(None, _AXES)),
+    "both the other way round": ((2, 4), P(None, ("b", "a")), P(None, ("b", "a"))),
     "keys over one": ((2, 4), P(None, _AXES), P(None, "b")),
     "keys over the other": ((2, 4), P(None, "b"), P(None, "a")),
     "heads of keys": ((2, 2), P(None, "a"), P(None, None, "b")),
@@ -467,6 +468,53 @@ def test_the_other_axis_of_shard_map(is_ring, dropout_rate, window):
     for x, y in zip(compiled(*placed), want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
     assert not [shape for _, shape in collectives(compiled.as_text()) if shape[-2:] == (4, 8)]  # of queries
+
+
+# Partitions over the other axes of a mesh, in a shard_map over some.
+PARTLY_MANUAL = {
+    "both": ("b", P("b", "a", "c")),
+    "both, with the batch": ("b", P(("b", "a"), "c")),
+    "batch": ("b", P(("b", "a", "c"))),
+    "the first": ("b", P("b", "a")),
+    "the last": ("b", P("b", "c")),
+    "the other way round": ("b", P("b", "c", "a")),
+    "the other way round, with the batch": ("b", P(("b", "c"), "a")),
+    "sequence over both": ("b", P("b", ("a", "c"))),
+    "sequence over both, the other way round": ("b", P("b", ("c", "a"))),
+    "behind the first": ("a", P("a", "c")),
+    "before the last": ("c", P("c", "b")),
+}
+
+
+@pytest.mark.parametrize("window", quick.rows({"all keys": None, "window": (20, 0)}, ["all keys"]))
+@pytest.mark.parametrize(
+    ("axis", "spec"),
+    quick.rows(PARTLY_MANUAL, ["both", "the last", "the other way round"], unpack=True),
+)
+def test_two_other_axes_of_shard_map(axis, spec, window):
+    """The compiler does not say which of the two it means. The bias's gradient is a sum over all."""
+    args = random(8, 64, 4, 8, seed=1), random(8, 64, 4, 8, seed=2), random(8, 64, 4, 8, seed=3)
+    bias = random(1, 4, 1, 64, seed=4)
+    call = functools.partial(
+        jax_flash.flash_attention, is_causal=True, local_window_size=window, deterministic=True
+    )
+    mesh = mesh_of(2, 2, 2, names=("a", "b", "c"))
+    manual = jax.shard_map(
+        lambda *args: call(*args[:3], bias=args[3]),
+        mesh=mesh,
+        in_specs=(P(axis), P(axis), P(axis), P()),
+        out_specs=P(axis),
+        axis_names={axis},
+    )
+
+    def gradients(f, *args):
+        out, vjp = jax.vjp(f, *args)
+        return out, *vjp(jnp.cos(out))
+
+    got = jax.jit(functools.partial(gradients, manual))(*put(mesh, spec, *args), bias)
+    want = jax.jit(functools.partial(gradients, lambda *args: call(*args[:3], bias=args[3])))(*args, bias)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4)
 
 
 # ---- Edges ------------------------------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(Config::kThreads)
       return query * arguments.q.stride + int64_t{first_head + rows.head(row)} * arguments.q.head_dim;
     });
   }
-  // Not unrolled: the first call of a kernel waits for its code.
+  // Not unrolled: a decoding step is so short that loading the code of a kernel counts.
 #pragma unroll 1
   for (int item = 0; item < kStages - 2; item += 2) {
     load_item(k_source, item);
