@@ -406,7 +406,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     "jax_flash/_dropout.py": [
         ("a part of a part begins where the whole does",
          "return seeds.at[..., 3:].add(", "return seeds.at[..., 3:].set(",
-         "test_sharded_sequence.py::test_the_other_axis_of_shard_map[ring-0.3]"),
+         "test_sharded_sequence.py::test_the_other_axis_of_shard_map[ring-window-0.3]"),
         ("nine rounds of Philox",
          "_ROUNDS = 10", "_ROUNDS = 9",
          "test_dropout.py::test_keep_is_philox"),
