@@ -55,7 +55,7 @@ class AttentionOptions:
         precision: Any = None,
         deterministic: Any = False,
     ) -> AttentionOptions:
-        """Checks and normalises the options as the user gave them.
+        """Checks and normalizes the options as the user gave them.
 
         Raises:
           TypeError: an option has the wrong type or is a traced value.

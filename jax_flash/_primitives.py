@@ -267,29 +267,29 @@ def _backward_avals(q, k, v, *_, **params):
 
 
 def _backward_bias_avals(*args, operands, **params):
-    q, k, _, _, lse = args[:5]
+    return (_bias_sums_aval(_BACKWARD_BIAS.by_name(args, operands), _workspace.blocks),)
+
+
+def _bias_sums_aval(named, num_sums: Callable):
+    """The type of sums of the gradient of a bias.
+
+    num_sums: how many there are along an axis of queries or keys, by its size, where the bias has 1.
+    """
+    q, lse, bias = named["q"], named["lse"], named.get("bias")
     *batch, seqlen_q, num_heads, _ = q.shape
     spec = q.sharding.spec
-    sizes, specs = [*batch, num_heads, seqlen_q, k.shape[-3]], [*spec[:-3], spec[-2], spec[-3], None]
-    bias = _BACKWARD_BIAS.by_name(args, operands).get("bias")
+    sizes, specs = [*batch, num_heads, seqlen_q, named["k"].shape[-3]], [*spec[:-3], spec[-2], spec[-3], None]
     has_pairs = bias is not None and bias.shape[-2:] == tuple(sizes[-2:])
     for axis in (-4, -3) if has_pairs else (-2, -1):
         if bias is None or bias.shape[axis] == 1:
-            sizes[axis] = 1 if has_pairs else _workspace.blocks(sizes[axis])
+            sizes[axis] = 1 if has_pairs else num_sums(sizes[axis])
             specs[axis] = None
-    return (
-        q.update(
-            shape=tuple(sizes),
-            dtype=lse.dtype,
-            weak_type=False,
-            sharding=q.sharding.update(spec=PartitionSpec(*specs)),
-        ),
-    )
+    sharding = q.sharding.update(spec=PartitionSpec(*specs))
+    return q.update(shape=tuple(sizes), dtype=lse.dtype, weak_type=False, sharding=sharding)
 
 
-def with_directions(x, directions, **changes):
+def with_directions(x, directions):
     """The type of an array like x with an axis of directions."""
-    x = x.update(**changes) if changes else x
     return x.update(
         shape=(directions, *x.shape),
         weak_type=False,
@@ -310,17 +310,7 @@ def _backward_tangent_avals(*args, operands, **params):
 
 def _backward_bias_tangent_avals(*args, operands, **params):
     named = _BACKWARD_BIAS_TANGENT.by_name(args, operands)
-    q, lse, bias = named["q"], named["lse"], named.get("bias")
-    *batch, seqlen_q, num_heads, _ = q.shape
-    spec = q.sharding.spec
-    sizes, specs = [*batch, num_heads, seqlen_q, named["k"].shape[-3]], [*spec[:-3], spec[-2], spec[-3], None]
-    has_pairs = bias is not None and bias.shape[-2:] == tuple(sizes[-2:])
-    for axis in (-4, -3) if has_pairs else (-2, -1):
-        if bias is None or bias.shape[axis] == 1:
-            sizes[axis], specs[axis] = 1, None
-    sharding = q.sharding.update(spec=PartitionSpec(*specs))
-    changes = dict(shape=tuple(sizes), dtype=lse.dtype, weak_type=False, sharding=sharding)
-    return (with_directions(q.update(**changes), named["tlse"].shape[0]),)
+    return (with_directions(_bias_sums_aval(named, lambda size: 1), named["tlse"].shape[0]),)
 
 
 # Partitioning

@@ -255,7 +255,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          "shape=(*q.shape[:-1], v.shape[-1]),", "shape=q.shape,",
          "test_forward.py::test_is_close_to_exact[cpu-values narrower-2]"),
         ("the last block of a bias's sums is cut off",
-         "_workspace.blocks(sizes[axis])", "sizes[axis] // 64",
+         "args, operands), _workspace.blocks),)", "args, operands), lambda size: size // 64),)",
          "test_bias.py::test_gradient_is_summed_over_broadcast_axes[cpu-B11S]"),
         ("a kernel does not serve its own head dim",
          "if size >= head_dim), default=0)", "if size > head_dim), default=0)",
