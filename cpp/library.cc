@@ -52,6 +52,7 @@ const Constant kConstants[] = {
     {"kDecodeQueries", kDecodeQueries},
     {"kStatsRows", kStatsRows},
     {"kFragmentRows", kFragmentRows},
+    {"kShortLength", kShortLength},
 };
 
 Library describe() {

@@ -54,6 +54,10 @@ inline constexpr int64_t kVisibilityBlock = 64;
 // The kernel for few queries takes at most this many.
 inline constexpr int64_t kDecodeQueries = 16;
 
+// Kernels of their own serve calls with at most this many queries and at most this many keys (16 bits, head dims up
+// to 64).
+inline constexpr int64_t kShortLength = 64;
+
 // Row statistics (delta, lse_log2) have T rounded up to a multiple of this, so every CUDA kernel reads whole
 // blocks.
 inline constexpr int64_t kStatsRows = 128;

@@ -14,6 +14,9 @@
 #include "sm80/backward_tangent.cuh"
 #include "sm80/decode.cuh"
 #include "sm80/forward.cuh"
+#include "sm80/short_backward.cuh"
+#include "sm80/short_backward_bias.cuh"
+#include "sm80/short_forward.cuh"
 #include "sm80/tangent.cuh"
 #include "sm90/backward.cuh"
 #include "sm90/backward_bias.cuh"
@@ -33,7 +36,18 @@
 namespace jax_flash::cuda {
 namespace {
 
-enum class Direction { forward, decode, backward, backward_dq, backward_bias, tangent, backward_tangent };
+enum class Direction {
+  forward,
+  short_forward,
+  decode,
+  backward,
+  short_backward,
+  backward_dq,
+  backward_bias,
+  short_backward_bias,
+  tangent,
+  backward_tangent
+};
 enum class Arithmetic { bfloat16, float16, tf32, tf32x3 };
 
 struct Kernel {
@@ -113,6 +127,11 @@ Status try_kernels(Direction direction, const AttentionParams& params, const Con
   return Status::not_served();
 }
 
+// Do the kernels of short sequences come first?
+bool is_short(const AttentionParams& params) {
+  return params.seqlen_q <= kShortLength && params.seqlen_kv <= kShortLength;
+}
+
 // The same, with a sentence if there is none.
 std::string run_kernel(Direction direction, const AttentionParams& params, const Context& context) {
   const Status status = try_kernels(direction, params, context);
@@ -186,6 +205,10 @@ std::string run_forward(const ForwardParams& params, cudaStream_t stream, int de
     const Status status = try_kernels(Direction::decode, params, context);
     if (status.is_served()) return describe(status.error());
   }
+  if (is_short(params)) {
+    const Status status = try_kernels(Direction::short_forward, params, context);
+    if (status.is_served()) return describe(status.error());
+  }
   return run_kernel(Direction::forward, params, context);
 }
 
@@ -195,6 +218,10 @@ std::string run_backward(const BackwardParams& params, cudaStream_t stream, int 
   if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
   if (const Status status = launch_visibility(params, context); status.failed())
     return describe(status.error());
+  if (is_short(params)) {
+    const Status status = try_kernels(Direction::short_backward, params, context);
+    if (status.is_served()) return describe(status.error());
+  }
   if (std::string message = run_kernel(Direction::backward, params, context); !message.empty())
     return message;
   return params.leaves_dq ? run_kernel(Direction::backward_dq, params, context) : "";
@@ -224,6 +251,10 @@ std::string run_backward_bias(const BackwardParams& params, cudaStream_t stream,
   if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
   if (const Status status = launch_visibility(params, context); status.failed())
     return describe(status.error());
+  if (is_short(params)) {
+    const Status status = try_kernels(Direction::short_backward_bias, params, context);
+    if (status.is_served()) return describe(status.error());
+  }
   return run_kernel(Direction::backward_bias, params, context);
 }
 

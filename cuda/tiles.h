@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "params.h"
+
 // Three limits shape these rows. Registers: 255 per thread, of which the accumulators must leave about 60 for
 // operands and addresses. Shared memory: 99 KB fit every card from compute capability 8.0 on; rows that need
 // more say so. Two blocks of a multiprocessor hide each other's barriers: two of 99 KB fit into Hopper's
@@ -168,6 +170,16 @@ constexpr BackwardBiasTile backward_bias_tile(int element_bytes) {
   if (element_bytes == 2) return {128, 128, 64, 8, 4, 1};  // 64 KB
   return {64, 64, 32, 4, 2, 2};                            // 32 KB
 }
+
+// Of the kernels for short sequences (16 bits, head dims up to 64): a block has all pairs of a head, 16
+// queries for each warp, and several blocks of a multiprocessor hide each other's loads.
+inline constexpr int kShortRows = 64;  // the most queries, and the most keys
+static_assert(kShortRows == kShortLength);
+constexpr ForwardTile short_forward_tile(int head_dim) {
+  return {kShortRows, kShortRows, 4, 4, head_dim <= 32 ? 5 : 4};  // 20, 40 KB
+}
+constexpr int short_backward_blocks(int head_dim) { return head_dim <= 32 ? 4 : 3; }  // of 32, 48 KB
+inline constexpr int kShortBackwardBiasBlocks = 3;                                    // of 32, 64 KB
 
 }  // namespace jax_flash::cuda::sm80
 

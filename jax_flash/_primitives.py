@@ -547,7 +547,7 @@ def _workspace_avals(call: _Pass, avals, *, operands: tuple[str, ...], options: 
             T_mask=mask_shape[2],
             S_mask=mask_shape[3],
             num_key_parts=lambda: _num_key_parts(q, k, v, operands, options),
-            sums_dq=lambda: _sums_dq(q, v),
+            sums_dq=lambda: _sums_dq(q, k, v),
             num_head_parts=lambda: _num_head_parts(
                 *(_fold(x, name) for x, name in zip((q, k, v), "qkv", strict=True)), options.is_causal
             ),
@@ -593,12 +593,17 @@ def _is_decoding(q, k, v) -> bool:
     return head_dim > 0 and is_short and seqlen_q * (num_heads // num_kv_heads) <= most_rows
 
 
-def _sums_dq(q, v) -> bool:
+def _sums_dq(q, k, v) -> bool:
     """Whether the backward kernel sums 16-bit dq in memory.
 
-    Hopper's kernels above head dim 128 leave dq to another kernel, which is faster. Where the program runs on other
-    GPUs than it was lowered for, their kernels do so too without that memory, at some cost in speed.
+    The kernel for short sequences has no need to. Hopper's kernels above head dim 128 leave dq to another kernel, which
+    is faster. Where the program runs on other GPUs than it was lowered for, their kernels do so too without that
+    memory, at some cost in speed.
     """
+    longest = _library.constants()["kShortLength"]
+    is_short = all(isinstance(x.shape[-3], int) and x.shape[-3] <= longest for x in (q, k))
+    if is_short and _kernel_head_dim("short_backward sm80", q.dtype, max(q.shape[-1], v.shape[-1])):
+        return False
     head_dim = _hopper_head_dim("backward", q, v)
     return not head_dim or head_dim <= 128
 

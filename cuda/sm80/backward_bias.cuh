@@ -158,56 +158,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       fill_unset(ds, bits, 0);
     }
 
-    // ---- sums += ds, or for slopes -distance * ds ----
-    for_each_accumulator(sums, [&](int mt, int h, int nt, int c) {
-      float weight = 1;
-      if (params.alibi_slopes) {
-        weight = -fabsf(alibi_distance(pairs, row0 + 16 * mt, column0) +
-                        alibi_distance_step<Pairs<false>>(nt, 2 * h + c));
-      }
-      sums[mt][nt][2 * h + c] += weight * ds[mt][nt][2 * h + c];
-    });
+    add_to_bias_sums(sums, ds, pairs, row0, column0);
     item = next_item;
   }
 
-  // ---- Write one sum for each pair ----
-  const int sum_rows = static_cast<int>(params.dbias_rows), sum_keys = static_cast<int>(params.dbias_keys);
-  if (sum_rows == 1 && sum_keys == 1) {
-    float* gSums = static_cast<float*>(params.dbias) + tile.index * seqlen_q * seqlen_kv;
-    for_each_accumulator(sums, [&](int mt, int h, int nt, int c) {
-      const int query = row0 + accumulator_row(mt, h), key = column0 + accumulator_column(nt, c);
-      if (query < seqlen_q && key < seqlen_kv)
-        gSums[int64_t{query} * seqlen_kv + key] = sums[mt][nt][2 * h + c];
-    });
-    return;
-  }
-
-  // ---- Or add them up over blocks of queries, of keys or of both, one warp for each block ----
   ptx::copy_async_wait<0>();
-  __syncthreads();
-  float* sSums = reinterpret_cast<float*>(shared);  // [kBlockM, kBlockN]
-  for_each_accumulator(sums, [&](int mt, int h, int nt, int c) {
-    sSums[(row + accumulator_row(mt, h)) * kBlockN + column + accumulator_column(nt, c)] =
-        sums[mt][nt][2 * h + c];
-  });
-  __syncthreads();
-  const int rows_out = (seqlen_q + sum_rows - 1) / sum_rows, keys_out = (seqlen_kv + sum_keys - 1) / sum_keys;
-  float* gSums = static_cast<float*>(params.dbias) + tile.index * rows_out * keys_out;
-  const int own_rows = (tile.m_end - m_start + sum_rows - 1) / sum_rows,
-            own_keys = (tile.n_end - n_start + sum_keys - 1) / sum_keys;
-  for (int i = warp; i < own_rows * own_keys; i += kThreads / 32) {
-    const int own_row = i / own_keys, own_key = i - own_row * own_keys;
-    float sum = 0;
-    for (int j = lane_id(); j < sum_rows * sum_keys; j += 32) {
-      const int r = own_row * sum_rows + j / sum_keys, c = own_key * sum_keys + j % sum_keys;
-      sum += sSums[r * kBlockN + c];
-    }
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lanes);
-    if (lane_id() == 0) {
-      gSums[int64_t{m_start / sum_rows + own_row} * keys_out + n_start / sum_keys + own_key] = sum;
-    }
-  }
+  write_bias_sums<kThreads>(tile, sums, row, column, shared);
 }
 
 // kHeadDim is only the limit in the list of kernels; the kernel does not depend on it.

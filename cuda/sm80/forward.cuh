@@ -33,13 +33,13 @@ struct ForwardArguments {
   HeadRows q, k, v;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv]; k and v may be pages
 };
 
-template <class Arithmetic_, int kHeadDim_, PairPolicy kPolicy_>
+template <class Arithmetic_, int kHeadDim_, ForwardTile kTile_, PairPolicy kPolicy_>
 struct ForwardConfig {
   using Arithmetic = Arithmetic_;
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr ForwardTile kTile = kTile_;
   static constexpr PairPolicy kPolicy = kPolicy_;
   using Element = typename Arithmetic::Element;
-  static constexpr ForwardTile kTile = forward_tile(sizeof(Element), kHeadDim);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kThreads = 32 * kTile.warps;
   static constexpr int kWarpRows = kBlockM / kTile.warps;
@@ -225,11 +225,17 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
   return launch(forward_kernel<Config>, blocks, Config::kThreads, Config::kSharedBytes, context, arguments);
 }
 
+template <class Arithmetic, int kHeadDim, ForwardTile kTile>
+Status launch_forward_tile(const ForwardParams& params, const LaunchContext& context) {
+  return has_pair_options(params)
+             ? launch_forward<ForwardConfig<Arithmetic, kHeadDim, kTile, kAnyPairsUnstaged>>(params, context)
+             : launch_forward<ForwardConfig<Arithmetic, kHeadDim, kTile, kNoPairs>>(params, context);
+}
+
 template <class Arithmetic, int kHeadDim>
 Status forward(const ForwardParams& params, const LaunchContext& context) {
-  return has_pair_options(params)
-             ? launch_forward<ForwardConfig<Arithmetic, kHeadDim, kAnyPairsUnstaged>>(params, context)
-             : launch_forward<ForwardConfig<Arithmetic, kHeadDim, kNoPairs>>(params, context);
+  constexpr ForwardTile kTile = forward_tile(sizeof(typename Arithmetic::Element), kHeadDim);
+  return launch_forward_tile<Arithmetic, kHeadDim, kTile>(params, context);
 }
 
 }  // namespace jax_flash::cuda::sm80

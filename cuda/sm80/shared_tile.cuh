@@ -1,8 +1,8 @@
 // Tiles of rows in shared memory, and how they are loaded from global memory.
 //
-// A row of kCols elements takes kRowBytes, a multiple of 128. Its 16-byte chunks are permuted within each 128
-// bytes: chunk c of row r lies at chunk c ^ (r % 8). So ldmatrix, which reads one chunk of each of eight
-// rows, finds them in different banks.
+// A row of kCols elements takes kRowBytes, 64 or a multiple of 128. Its 16-byte chunks are permuted within
+// each 128 bytes: chunk c of row r lies at chunk c ^ (r % 8), in rows of 64 bytes at c ^ (r / 2 % 4). So
+// ldmatrix, which reads one chunk of each of eight rows, finds them in different banks.
 #pragma once
 
 #include <cstdint>
@@ -28,19 +28,27 @@ struct SharedTile {
   static constexpr bool kRounded = kRounded_;
   static constexpr int kRowBytes = kCols * int{sizeof(Element)};
   static constexpr int kBytes = kRows * kRowBytes;
-  static_assert(kRowBytes % 128 == 0);
+  static constexpr int kPermuted = kRowBytes < 128 ? kRowBytes / 16 : 8;  // chunks that change places
+  static_assert(kRowBytes == 64 || kRowBytes % 128 == 0);
 
   uint32_t base;  // aligned to 128 bytes
 
-  // The address of this lane's 16 bytes; lanes differ in `lane_row` (mod 8) and `lane_chunk` < 8. `moved`
-  // moves it by a multiple of 8 rows, and by a number of chunks that has no bit in common with lane_chunk. In
-  // a loop over constant rows and chunks, at most 8 addresses differ by more than an instruction's immediate
-  // offset.
+  // From a row's first byte to its chunk `chunk`.
+  __device__ __forceinline__ static uint32_t chunk_offset(int row, int chunk) {
+    const int place = (chunk ^ (kRowBytes < 128 ? row / 2 : row)) & (kPermuted - 1);
+    return (chunk & ~(kPermuted - 1)) * 16 + place * 16;
+  }
+
+  // The address of this lane's 16 bytes; lanes differ in `lane_row` (mod 8) and `lane_chunk` < kPermuted.
+  // `moved` moves it by a multiple of 8 rows, and by a number of chunks that has no bit in common with
+  // lane_chunk. In a loop over constant rows and chunks, at most 8 addresses differ by more than an
+  // instruction's immediate offset.
   __device__ __forceinline__ uint32_t lane_base(int lane_row, int lane_chunk) const {
-    return base + lane_row * kRowBytes + ((lane_chunk ^ (lane_row & 7)) << 4);
+    return base + lane_row * kRowBytes + chunk_offset(lane_row, lane_chunk);
   }
   __device__ __forceinline__ static uint32_t moved(uint32_t lane_base, int row, int chunk) {
-    return (lane_base ^ ((chunk & 7) << 4)) + row * kRowBytes + (chunk >> 3) * 128;
+    return (lane_base ^ ((chunk & (kPermuted - 1)) << 4)) + row * kRowBytes +
+           chunk / kPermuted * (16 * kPermuted);
   }
 };
 
@@ -86,18 +94,19 @@ class TileLoader {
   __device__ __forceinline__ void load(Tile tile, int row, int row_limit) const {
     const int r = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
     const int valid_rows = chunk * kChunkElements < rows_.head_dim ? row_limit - row - r : 0;
-    const uint32_t to = tile.base + r * Tile::kRowBytes + (chunk & ~7) * 16;
+    const uint32_t to = tile.base + r * Tile::kRowBytes;
     const Element* from = from_;
     if (rows_.copy_bytes == 16) {
 #pragma unroll
       for (int i = 0; i < Tile::kRows; i += kRowsAtOnce) {
-        ptx::copy_async<16>(to + i * Tile::kRowBytes + (((chunk ^ (r + i)) & 7) << 4), from, i < valid_rows);
+        ptx::copy_async<16>(to + i * Tile::kRowBytes + Tile::chunk_offset(r + i, chunk), from,
+                            i < valid_rows);
         from += kRowsAtOnce * rows_.stride;
       }
     } else {
 #pragma unroll 1
       for (int i = 0; i < Tile::kRows; i += kRowsAtOnce) {
-        copy_unaligned(rows_, to + i * Tile::kRowBytes + (((chunk ^ (r + i)) & 7) << 4), from,
+        copy_unaligned(rows_, to + i * Tile::kRowBytes + Tile::chunk_offset(r + i, chunk), from,
                        i < valid_rows ? rows_.head_dim - chunk * kChunkElements : 0);
         from += kRowsAtOnce * rows_.stride;
       }
@@ -119,7 +128,7 @@ class TileLoader {
     }
     const int r = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
     const int valid_rows = chunk * kChunkElements < rows_.head_dim ? key_limit - key - r : 0;
-    const uint32_t to = tile.base + r * Tile::kRowBytes + (chunk & ~7) * 16;
+    const uint32_t to = tile.base + r * Tile::kRowBytes;
     const Element* first =
         static_cast<const Element*>(rows_.data) + int64_t{head} * rows_.head_dim + chunk * kChunkElements;
     const int pages_on = pages.index_of(kRowsAtOnce), rows_on = pages.row_of(kRowsAtOnce);
@@ -145,8 +154,9 @@ class TileLoader {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int tile_row = i * kRowsAtOnce;  // `step` leaves row % 8 as it is
-        ptx::copy_async<16>(to + (step + tile_row) * Tile::kRowBytes + (((chunk ^ (r + tile_row)) & 7) << 4),
-                            from[i], step + tile_row < valid_rows);
+        ptx::copy_async<16>(
+            to + (step + tile_row) * Tile::kRowBytes + Tile::chunk_offset(r + tile_row, chunk), from[i],
+            step + tile_row < valid_rows);
       }
     }
   }
@@ -156,7 +166,7 @@ class TileLoader {
   template <class F>
   __device__ __forceinline__ static void load_rows(const HeadRows& rows, Tile tile, F begin) {
     const int r = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
-    const uint32_t to = tile.base + r * Tile::kRowBytes + (chunk & ~7) * 16;
+    const uint32_t to = tile.base + r * Tile::kRowBytes;
 #pragma unroll 1
     for (int i = 0; i < Tile::kRows; i += kRowsAtOnce) {
       const int64_t first = begin(r + i);
@@ -164,7 +174,7 @@ class TileLoader {
       const Element* from =
           static_cast<const Element*>(rows.data) + (first < 0 ? 0 : first) + chunk * kChunkElements;
       const int count = first < 0 ? 0 : rows.head_dim - chunk * kChunkElements;
-      const uint32_t to_row = to + i * Tile::kRowBytes + (((chunk ^ (r + i)) & 7) << 4);
+      const uint32_t to_row = to + i * Tile::kRowBytes + Tile::chunk_offset(r + i, chunk);
       if (rows.copy_bytes == 16) {
         ptx::copy_async<16>(to_row, from, count > 0);
       } else {
@@ -178,10 +188,10 @@ class TileLoader {
     static_assert(Tile::kRounded);
     if constexpr (std::is_same_v<typename Tile::Arithmetic, tf32>) {
       const int r = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
-      const uint32_t base = tile.base + r * Tile::kRowBytes + (chunk & ~7) * 16;
+      const uint32_t base = tile.base + r * Tile::kRowBytes;
 #pragma unroll 4
       for (int i = 0; i < Tile::kRows; i += kRowsAtOnce) {
-        const uint32_t address = base + i * Tile::kRowBytes + (((chunk ^ (r + i)) & 7) << 4);
+        const uint32_t address = base + i * Tile::kRowBytes + Tile::chunk_offset(r + i, chunk);
         uint32_t x[4];
         ptx::load_shared_x4(x, address);
 #pragma unroll

@@ -1,0 +1,17 @@
+// Forward attention of short sequences: the portable kernel, with a tile of as few rows as there may be.
+#pragma once
+
+#include "sm80/forward.cuh"
+
+namespace jax_flash::cuda {
+using short_forward_params = ForwardParams;
+}
+
+namespace jax_flash::cuda::sm80 {
+
+template <class Arithmetic, int kHeadDim>
+Status short_forward(const ForwardParams& params, const LaunchContext& context) {
+  return launch_forward_tile<Arithmetic, kHeadDim, short_forward_tile(kHeadDim)>(params, context);
+}
+
+}  // namespace jax_flash::cuda::sm80
