@@ -187,6 +187,7 @@ struct ForwardTile {
 // more keys per block make fewer steps, but half a step is lost at each edge of what the rows see. So some
 // head dims have two tiles.
 constexpr ForwardTile forward_tile(int head_dim, bool is_long) {
+  if (head_dim <= 32) return {3, 128, 4, 2, 32, true};  // 100 KB
   if (head_dim <= 64) {
     return is_long ? ForwardTile{3, 128, 3, 2, 64, true}  // 168 KB
                    : ForwardTile{4, 64, 4, 2, 64, true};  // 160 KB
@@ -205,6 +206,7 @@ constexpr bool forward_stages_bias(int head_dim) { return head_dim <= 192; }
 // With anything but a scale between scores and softmax: blocks of 64 keys, as in lists of visible blocks, and
 // room for the bias where forward_stages_bias.
 constexpr ForwardTile general_forward_tile(int head_dim) {
+  if (head_dim <= 32) return {3, 64, 4, 2, 32, true};  // 92 KB
   if (head_dim <= 64) return {3, 64, 4, 2, 64, true};  // 160 KB
   if (head_dim <= 128) return {3, 64, 3, 2, 0, true};  // 216 KB
   return forward_tile(head_dim, false);
