@@ -12,7 +12,7 @@ if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
   foreach(head_dim IN LISTS JAX_FLASH_HEAD_DIMS)
     jax_flash_kernels(forward sm90 "${all_16_bit}" ${head_dim})
     # Head dims that cuda/tiles.h has tiles for; others run on the next larger kernel.
-    if(head_dim MATCHES "^(64|96|128|192|256)$")
+    if(head_dim MATCHES "^(32|64|96|128|192|256)$")
       foreach(direction IN ITEMS backward backward_dq)
         jax_flash_kernels(${direction} sm90 "${all_16_bit}" ${head_dim})
       endforeach()

@@ -235,6 +235,7 @@ constexpr bool backward_is_by_keys(int head_dim) { return head_dim + backward_he
 // gradients block_m; the general form takes some more. Its blocks are those of lists (visibility.cuh) or
 // divide them.
 constexpr BackwardTile backward_tile(int head_dim, bool general) {
+  if (head_dim <= 32) return general ? BackwardTile{64, 2, 2} : BackwardTile{128, 2, 2};  // 105, 147 KB
   if (head_dim <= 64) return general ? BackwardTile{64, 2, 2} : BackwardTile{128, 2, 2};  // 145, 226 KB
   if (head_dim <= 128) return {64, 2, 1};                                                 // 193, 209 KB
   if (head_dim <= 192) return {general ? 32 : 48, 2, 2};                                  // 201, 221 KB
@@ -255,6 +256,7 @@ struct BackwardDqTile {
 // A block keeps 128 rows of queries and of dout. dq takes head_dim / 2 of a thread's registers, scores and
 // their gradients block_n.
 constexpr BackwardDqTile backward_dq_tile(int head_dim, bool general) {
+  if (head_dim <= 32) return {general ? 64 : 128, 3};                                    // 40, 64 KB
   if (head_dim <= 64) return {general ? 64 : 128, 3};                                    // 80, 128 KB
   if (head_dim <= 128) return general ? BackwardDqTile{64, 3} : BackwardDqTile{128, 2};  // 160, 192 KB
   if (head_dim <= 192) return general ? BackwardDqTile{32, 4} : BackwardDqTile{96, 2};   // 160, 200 KB
