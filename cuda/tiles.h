@@ -235,8 +235,8 @@ constexpr bool backward_is_by_keys(int head_dim) { return head_dim + backward_he
 // gradients block_m; the general form takes some more. Its blocks are those of lists (visibility.cuh) or
 // divide them.
 constexpr BackwardTile backward_tile(int head_dim, bool general) {
-  if (head_dim <= 32) return general ? BackwardTile{64, 2, 2} : BackwardTile{128, 2, 2};  // 105, 147 KB
-  if (head_dim <= 64) return general ? BackwardTile{64, 2, 2} : BackwardTile{128, 2, 2};  // 145, 226 KB
+  if (head_dim <= 32) return general ? BackwardTile{64, 2, 2} : BackwardTile{128, 2, 2};  // 105, 146 KB
+  if (head_dim <= 64) return general ? BackwardTile{64, 2, 2} : BackwardTile{128, 2, 2};  // 161, 226 KB
   if (head_dim <= 128) return {64, 2, 1};                                                 // 193, 209 KB
   if (head_dim <= 192) return {general ? 32 : 48, 2, 2};                                  // 201, 221 KB
   return {64, 2, 1};                                                                      // 225 KB
