@@ -191,8 +191,10 @@ struct BackwardConfig {
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
   // Is dout v^T issued only when the scores are transformed? Until then it needs no registers.
   static constexpr bool kTakesTurns = kPolicy.is_general() && kColumns + kColumnsV > 256;
-  // setmaxnreg redistributes the 168 registers a thread that the block was launched with.
-  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  // setmaxnreg redistributes the 168 registers a thread that the block was launched with. With 24, producers
+  // keep some values in memory; small head dims leave them more.
+  static constexpr int kProducerRegisters = kHeadDim <= 32 ? 40 : 24;
+  static constexpr int kConsumerRegisters = kHeadDim <= 32 ? 232 : 240;
   // A consumer's part of dq [kBlockM, kHeadDim] is 64 rows: the upper or lower ones, or the left or right
   // half.
   static constexpr bool kDqByRows = kBlockM == 128;
