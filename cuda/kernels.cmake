@@ -4,7 +4,7 @@
 # `direction` and `arch` name the header (cuda/<arch>/<direction>.cuh); `arithmetics` are types of cuda/arithmetic.h,
 # which share a unit because headers and the host's code take seconds to compile. A head dim in between runs on the next
 # larger kernel, filled with zeros.
-set(JAX_FLASH_HEAD_DIMS 64 96 128 192 256 CACHE STRING "Head dims for which CUDA kernels are compiled")
+set(JAX_FLASH_HEAD_DIMS 32 64 96 128 192 256 CACHE STRING "Head dims for which CUDA kernels are compiled")
 set(all_16_bit bfloat16 float16)
 set(all_float32 tf32 tf32x3)
 
@@ -12,7 +12,7 @@ if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
   foreach(head_dim IN LISTS JAX_FLASH_HEAD_DIMS)
     jax_flash_kernels(forward sm90 "${all_16_bit}" ${head_dim})
     # Head dims that cuda/tiles.h has tiles for; others run on the next larger kernel.
-    if(head_dim MATCHES "^(64|96|128|192|256)$")
+    if(head_dim MATCHES "^(32|64|96|128|192|256)$")
       foreach(direction IN ITEMS backward backward_dq)
         jax_flash_kernels(${direction} sm90 "${all_16_bit}" ${head_dim})
       endforeach()
@@ -32,9 +32,9 @@ if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
   endforeach()
 endif()
 
-# Tiles of 96 and 192 columns would save little over those of 128 and 256, and take a minute to compile.
+# Tiles of 32, 96 and 192 columns would save little over those of 64, 128 and 256, and take a minute to compile.
 set(sm80_head_dims ${JAX_FLASH_HEAD_DIMS})
-list(REMOVE_ITEM sm80_head_dims 96 192)
+list(REMOVE_ITEM sm80_head_dims 32 96 192)
 foreach(head_dim IN LISTS sm80_head_dims)
   foreach(arithmetics IN ITEMS all_16_bit all_float32)
     foreach(direction IN ITEMS forward decode backward backward_dq tangent backward_tangent)

@@ -199,6 +199,7 @@ struct ForwardTile {
 // more keys per block make fewer steps, but half a step is lost at each edge of what the rows see. So some
 // head dims have two tiles.
 constexpr ForwardTile forward_tile(int head_dim, bool is_long) {
+  if (head_dim <= 32) return {3, 128, 4, 2, 32, true};  // 100 KB
   if (head_dim <= 64) {
     return is_long ? ForwardTile{3, 128, 3, 2, 64, true}  // 168 KB
                    : ForwardTile{4, 64, 4, 2, 64, true};  // 160 KB
@@ -217,6 +218,7 @@ constexpr bool forward_stages_bias(int head_dim) { return head_dim <= 192; }
 // With anything but a scale between scores and softmax: blocks of 64 keys, as in lists of visible blocks, and
 // room for the bias where forward_stages_bias.
 constexpr ForwardTile general_forward_tile(int head_dim) {
+  if (head_dim <= 32) return {3, 64, 4, 2, 32, true};  // 92 KB
   if (head_dim <= 64) return {3, 64, 4, 2, 64, true};  // 160 KB
   if (head_dim <= 128) return {3, 64, 3, 2, 0, true};  // 216 KB
   return forward_tile(head_dim, false);
@@ -245,7 +247,8 @@ constexpr bool backward_is_by_keys(int head_dim) { return head_dim + backward_he
 // gradients block_m; the general form takes some more. Its blocks are those of lists (visibility.cuh) or
 // divide them.
 constexpr BackwardTile backward_tile(int head_dim, bool general) {
-  if (head_dim <= 64) return general ? BackwardTile{64, 2, 2} : BackwardTile{128, 2, 2};  // 145, 226 KB
+  if (head_dim <= 32) return general ? BackwardTile{64, 2, 2} : BackwardTile{128, 2, 2};  // 105, 146 KB
+  if (head_dim <= 64) return general ? BackwardTile{64, 2, 2} : BackwardTile{128, 2, 2};  // 161, 226 KB
   if (head_dim <= 128) return {64, 2, 1};                                                 // 193, 209 KB
   if (head_dim <= 192) return {general ? 32 : 48, 2, 2};                                  // 201, 221 KB
   return {64, 2, 1};                                                                      // 225 KB
@@ -265,6 +268,7 @@ struct BackwardDqTile {
 // A block keeps 128 rows of queries and of dout. dq takes head_dim / 2 of a thread's registers, scores and
 // their gradients block_n.
 constexpr BackwardDqTile backward_dq_tile(int head_dim, bool general) {
+  if (head_dim <= 32) return {general ? 64 : 128, 3};                                    // 40, 64 KB
   if (head_dim <= 64) return {general ? 64 : 128, 3};                                    // 80, 128 KB
   if (head_dim <= 128) return general ? BackwardDqTile{64, 3} : BackwardDqTile{128, 2};  // 160, 192 KB
   if (head_dim <= 192) return general ? BackwardDqTile{32, 4} : BackwardDqTile{96, 2};   // 160, 200 KB

@@ -575,6 +575,44 @@ CASES = [
         "head dim 96, bias, deterministic", t=131, s=97, n=4, k=2, h=96, bias=Bias("1NTS"), deterministic=True
     ),
     _case("head dims 192 and 128, mask", t=150, s=261, h=192, hv=128, mask=Mask("BNTS", blocks=64)),
+    _case("head dim 16", t=150, s=131, h=16, is_causal=True),
+    _case("head dim 24", t=97, s=150, n=4, k=2, h=24),
+    _case("head dim 32", t=213, s=300, n=4, k=2, h=32, is_causal=True, query_offset=(100, -30)),
+    _case("head dims 32 and 16, deterministic", t=150, s=190, n=4, k=1, h=32, hv=16, deterministic=True),
+    _case("head dims 32 and 40", t=131, s=97, h=32, hv=40, is_causal=True),
+    _case(
+        "head dim 24, lengths",
+        t=300,
+        s=400,
+        h=24,
+        query_seq_lengths=(300, 65),
+        key_value_seq_lengths=(333, 1),
+    ),
+    _case("tiles, head dim 32", batch=1, t=450, s=700, h=32, local_window_size=(90, 5), query_offset=200),
+    _case("head dim 32, mask", t=150, s=261, n=4, k=2, h=32, mask=Mask("BNTS", blocks=64)),
+    _case(
+        "head dim 32, bias, deterministic", t=131, s=97, n=4, k=2, h=32, bias=Bias("1NTS"), deterministic=True
+    ),
+    _case(
+        "head dims 16 and 32, options",
+        t=170,
+        s=211,
+        n=4,
+        k=2,
+        h=16,
+        hv=32,
+        is_causal=True,
+        logits_soft_cap=3.0,
+        query_seq_lengths=(140, 101),
+        key_value_seq_lengths=(211, 130),
+        query_offset=(60, 10),
+        bias=Bias("1NTS"),
+        mask=Mask("B1TS", visible=0.9),
+        segment_ids=Segments((0, 1)),
+        dropout_rate=0.1,
+        dropout_seed=11,
+    ),
+    _case("chunk, head dim 32", t=20, s=2100, n=2, k=1, h=32, hv=24),
 ]
 
 # Each option as it appears in the table of pairs of options.

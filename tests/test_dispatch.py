@@ -59,6 +59,7 @@ def set_local_gpus(monkeypatch, *capabilities: str) -> None:
         (["9.0"], 64, 136, "bfloat16", False),
         (["9.0"], 128, 128, "bfloat16", True),  # one kernel for all gradients
         (["9.0"], 96, 96, "bfloat16", True),
+        (["9.0"], 32, 24, "bfloat16", True),
         (["9.0"], 96, 104, "bfloat16", True),
         (["9.0"], 192, 128, "bfloat16", False),
         (["9.0"], 192, 192, "float16", False),
@@ -74,7 +75,7 @@ def test_room_for_sums_of_dq(capabilities, head_dim, head_dim_v, dtype, sums, mo
     """There is none if the kernels certain to run are Hopper's that leave dq to a separate kernel."""
     set_local_gpus(monkeypatch, *capabilities)
     kernels = [
-        f"backward sm90 {x} {size}" for x in ("bfloat16", "float16") for size in (64, 96, 128, 192, 256)
+        f"backward sm90 {x} {size}" for x in ("bfloat16", "float16") for size in (32, 64, 96, 128, 192, 256)
     ]
     kernels += ["forward sm90 bfloat16 256", "backward sm80 tf32 256", "backward_dq sm90 bfloat16 256"]
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
@@ -88,6 +89,7 @@ def test_room_for_sums_of_dq(capabilities, head_dim, head_dim_v, dtype, sums, mo
         ((1, 4096, 32, 128), (4096, 1), True, 8),  # 16 pairs of tiles a part: 128 for 132 multiprocessors
         ((1, 4096, 32, 128), (4096, 1), False, 4),  # 32 tiles a part
         ((1, 4096, 32, 128), (4000, 1), True, 4),  # not a triangle: tiles one by one
+        ((1, 4096, 32, 32), (4096, 1), False, 4),
         ((1, 4096, 32, 256), (4096, 1), False, 2),  # tiles of 64 keys
         ((1, 4096, 32, 192), (4096, 1, 128), False, 4),  # tiles of 128 keys
         ((1, 4096, 32, 192), (4096, 1, 136), False, 2),  # values too wide for that kernel
@@ -109,7 +111,7 @@ def test_room_for_sums_of_dq(capabilities, head_dim, head_dim_v, dtype, sums, mo
 def test_parts_of_the_query_heads(q, kv, is_causal, parts, monkeypatch):
     """With few key heads, tiles take parts of the query heads, so that all multiprocessors have some."""
     set_local_gpus(monkeypatch, "9.0")
-    kernels = [f"backward sm90 bfloat16 {size}" for size in (64, 96, 128, 192, 256)]
+    kernels = [f"backward sm90 bfloat16 {size}" for size in (32, 64, 96, 128, 192, 256)]
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
     head_dim_v = (*q, *kv[2:])[-1]  # q's, if there is no other
     shapes = q, (q[0], *kv[:2], q[3]), (q[0], *kv[:2], head_dim_v)
@@ -334,7 +336,11 @@ CHUNK_OPTIONS = {
 @pytest.mark.parametrize("parts", quick.rows([2, 3, 7, 40], quick=[3]))
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v"),
-    quick.rows({x: x for x in ((64, 64), (128, 40), (192, 128), (256, 256))}, quick=[(128, 40)], unpack=True),
+    quick.rows(
+        {x: x for x in ((32, 24), (64, 64), (128, 40), (192, 128), (256, 256))},
+        quick=[(128, 40)],
+        unpack=True,
+    ),
 )
 def test_any_number_of_parts_of_a_chunk(head_dim, head_dim_v, parts, options, page_size, platform):
     """Hopper's kernel splits the keys as it is told, into more parts than there are blocks, too."""

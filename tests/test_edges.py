@@ -493,7 +493,7 @@ def test_replays_follow_changed_inputs(deterministic, platform):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
 def test_a_head_does_not_depend_on_the_others(head_dim, platform):
     """The assignment of tiles to multiprocessors changes nothing: a head gives the same bits alone and among many."""
     heads = 150 if platform == "cuda" else 6
@@ -568,7 +568,7 @@ def test_replays_in_16_bits_give_the_eager_bits(queries, platform):
         np.testing.assert_array_equal(compiled(*args), six_times(*args))
 
 
-@pytest.mark.parametrize("head_dim", quick.rows([64, 128, 256], quick=[64]))
+@pytest.mark.parametrize("head_dim", quick.rows([32, 64, 128, 256], quick=[64]))
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "any order"])
 def test_replays_of_gradients_in_16_bits(deterministic, head_dim, platform):
     """They give the same bits as eager calls, except a dq that is summed in any order."""

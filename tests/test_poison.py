@@ -383,7 +383,7 @@ TILES = {
 }
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("operands", TILES.values(), ids=TILES.keys())
 def test_nothing_leaks_out_of_hidden_tiles(operands, dtype, head_dim, platform):

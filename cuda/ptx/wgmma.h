@@ -44,14 +44,16 @@ __device__ __forceinline__ void keep_in_place(uint32_t (&r)[kTiles][4]) {
   }
 }
 
-// Describes a tile in shared memory whose rows are 128 bytes long and swizzled as by the copy engine: 16-byte
-// chunk c of row r lies at chunk c ^ (r % 8). A wider tile is several of these side by side, `pitch` bytes
-// apart. `address` is aligned to 1024 bytes; to reach later rows and columns of a tile, add bytes / 16 to the
-// descriptor. See PTX ISA, "Matrix descriptor".
+// Describes a tile in shared memory whose rows are 128 or 64 bytes long and swizzled as by the copy engine:
+// 16-byte chunk c of row r lies at chunk c ^ (r % 8), or at c ^ (r / 2 % 4) in rows of 64 bytes. A wider tile
+// is several of these side by side, `pitch` bytes apart. `address` is aligned to 8 rows; to reach later rows
+// and columns of a tile, add bytes / 16 to the descriptor. See PTX ISA, "Matrix descriptor".
+template <int kRowBytes>
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t pitch) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  constexpr uint64_t kEightRows = uint64_t{1024 / 16} << 32;
-  return kSwizzle128 | kEightRows | uint64_t{pitch / 16} << 16 | address / 16;
+  static_assert(kRowBytes == 128 || kRowBytes == 64);
+  constexpr uint64_t kSwizzle = uint64_t{kRowBytes == 128 ? 1 : 2} << 62;
+  constexpr uint64_t kEightRows = uint64_t{8 * kRowBytes / 16} << 32;
+  return kSwizzle | kEightRows | uint64_t{pitch / 16} << 16 | address / 16;
 }
 
 // m64nNk16: d[nt][2h + c] is row 16 w + 8 h + g, column 8 nt + 2 t + c in warp w, with g = lane / 4, t = lane
@@ -81,6 +83,7 @@ struct Wgmma;
   "+f"(d[2 * i][0]), "+f"(d[2 * i][1]), "+f"(d[2 * i][2]), "+f"(d[2 * i][3]), "+f"(d[2 * i + 1][0]), \
       "+f"(d[2 * i + 1][1]), "+f"(d[2 * i + 1][2]), "+f"(d[2 * i + 1][3])
 
+#define JAX_FLASH_TEXT_N16 JAX_FLASH_TEXT_0
 #define JAX_FLASH_TEXT_N32 JAX_FLASH_TEXT_0 ", " JAX_FLASH_TEXT_1
 #define JAX_FLASH_TEXT_N48 JAX_FLASH_TEXT_N32 ", " JAX_FLASH_TEXT_2
 #define JAX_FLASH_TEXT_N64 JAX_FLASH_TEXT_0 ", " JAX_FLASH_TEXT_1 ", " JAX_FLASH_TEXT_2 ", " JAX_FLASH_TEXT_3
@@ -94,6 +97,7 @@ struct Wgmma;
 #define JAX_FLASH_TEXT_N256                                                                \
   JAX_FLASH_TEXT_N192 ", " JAX_FLASH_TEXT_12 ", " JAX_FLASH_TEXT_13 ", " JAX_FLASH_TEXT_14 \
                       ", " JAX_FLASH_TEXT_15
+#define JAX_FLASH_D_N16 JAX_FLASH_D(0)
 #define JAX_FLASH_D_N32 JAX_FLASH_D(0), JAX_FLASH_D(1)
 #define JAX_FLASH_D_N48 JAX_FLASH_D_N32, JAX_FLASH_D(2)
 #define JAX_FLASH_D_N64 JAX_FLASH_D(0), JAX_FLASH_D(1), JAX_FLASH_D(2), JAX_FLASH_D(3)
@@ -129,6 +133,8 @@ struct Wgmma;
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                   \
     }                                                                                                       \
   };
+JAX_FLASH_WGMMA(bfloat16, "bf16", 16, "8", "9", "10", "11", "12")
+JAX_FLASH_WGMMA(float16, "f16", 16, "8", "9", "10", "11", "12")
 JAX_FLASH_WGMMA(bfloat16, "bf16", 32, "16", "17", "18", "19", "20")
 JAX_FLASH_WGMMA(float16, "f16", 32, "16", "17", "18", "19", "20")
 JAX_FLASH_WGMMA(bfloat16, "bf16", 48, "24", "25", "26", "27", "28")

@@ -191,31 +191,35 @@ struct BackwardConfig {
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
   // Is dout v^T issued only when the scores are transformed? Until then it needs no registers.
   static constexpr bool kTakesTurns = kPolicy.is_general() && kColumns + kColumnsV > 256;
-  // setmaxnreg redistributes the 168 registers a thread that the block was launched with.
-  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  // setmaxnreg redistributes the 168 registers a thread that the block was launched with. With 24, producers
+  // keep some values in memory; small head dims leave them more.
+  static constexpr int kProducerRegisters = kHeadDim <= 32 ? 40 : 24;
+  static constexpr int kConsumerRegisters = kHeadDim <= 32 ? 232 : 240;
   // A consumer's part of dq [kBlockM, kHeadDim] is 64 rows: the upper or lower ones, or the left or right
   // half.
   static constexpr bool kDqByRows = kBlockM == 128;
   static_assert(kByKeys || !kWithDq);
   static constexpr int kDqColumns = kDqByRows ? kHeadDim : kHeadDim / 2;
 
-  // Shared memory: tiles of kChunks times [rows, 64] elements, swizzled.
-  static constexpr int kChunks = ceil_div(kHeadDim, kChunkColumns);
-  static constexpr int kChunksV = ceil_div(kHeadDimV, kChunkColumns);
-  static constexpr int kQChunkBytes = kBlockM * kChunkRowBytes, kKvChunkBytes = kBlockN * kChunkRowBytes;
+  // Shared memory: tiles of kChunks times [rows, kRowColumns] elements, swizzled.
+  static constexpr int kRowColumns = chunk_columns(kHeadDim), kRowBytes = 2 * kRowColumns;
+  static constexpr int kChunks = ceil_div(kHeadDim, kRowColumns);
+  static constexpr int kChunksV = ceil_div(kHeadDimV, kRowColumns);
+  static constexpr int kQChunkBytes = kBlockM * kRowBytes, kKvChunkBytes = kBlockN * kRowBytes;
   static constexpr int kQBytes = kChunks * kQChunkBytes, kDoutBytes = kChunksV * kQChunkBytes;
   static constexpr int kKBytes = kChunks * kKvChunkBytes, kVBytes = kChunksV * kKvChunkBytes;
   // From one chunk of k to the next. A product for dq must not begin amid one chunk and end in the next.
-  static constexpr int kKColumns = kWithDq && kChunkColumns % kDqColumns != 0 ? kDqColumns : kChunkColumns;
+  static constexpr int kKColumns = kWithDq && kRowColumns % kDqColumns != 0 ? kDqColumns : kRowColumns;
   static_assert(kKColumns % 16 == 0 && kChunks * kKColumns >= kHeadDim);
   // ds [kBlockM, kBlockN], or p^T and ds^T [kBlockN, kBlockM]; two buffers: one is written while slower warps
   // still read the other.
+  static constexpr int kDsChunkBytes = kBlockM * kChunkRowBytes;  // 64 keys of ds
   static constexpr int kDsBytes = kBlockM * kBlockN * 2, kDsStages = kWithDq || !kByKeys ? 2 : 0;
   static constexpr int kPStages = kByKeys ? 0 : 2;
-  static constexpr int kOutChunks = ceil_div(kColumns, kChunkColumns);
-  static constexpr int kOutBytes = kOutChunks * 16 * kChunkRowBytes;  // of a warp's dk, and at most of its dv
+  static constexpr int kOutChunks = ceil_div(kColumns, kRowColumns);
+  static constexpr int kOutBytes = kOutChunks * 16 * kRowBytes;  // of a warp's dk, and at most of its dv
   static constexpr int kDqWarpBytes = kWithDq ? std::max(16 * kDqColumns * 4, kOutBytes) : 0;
-  static constexpr int kOutPitch = kWithDq ? 16 * kChunkRowBytes : kKvChunkBytes;
+  static constexpr int kOutPitch = kWithDq ? 16 * kRowBytes : kKvChunkBytes;
   static_assert(!kWithDq || 4 * kConsumers * kOutBytes <= kDsStages * kDsBytes);
   static constexpr int kV = kKvStages * kKBytes, kQ = kV + kKvStages * kVBytes;
   static constexpr int kDout = kQ + kStages * kQBytes;
@@ -240,10 +244,10 @@ struct BackwardShared {
   uint32_t base;
 
   __device__ uint32_t sK(int stage, int row) const {
-    return base + stage * Config::kKBytes + row * kChunkRowBytes;
+    return base + stage * Config::kKBytes + row * Config::kRowBytes;
   }
   __device__ uint32_t sV(int stage, int row) const {
-    return base + Config::kV + stage * Config::kVBytes + row * kChunkRowBytes;
+    return base + Config::kV + stage * Config::kVBytes + row * Config::kRowBytes;
   }
   __device__ uint32_t sQ(int stage) const { return base + Config::kQ + stage * Config::kQBytes; }
   __device__ uint32_t sDout(int stage) const { return base + Config::kDout + stage * Config::kDoutBytes; }
@@ -366,8 +370,9 @@ struct BackwardLoader {
   __device__ __forceinline__ void load_rows(const BackwardTileWork<Config>& work) {
     constexpr int kBlockM = Config::kBlockM;
     constexpr int kChunks = kIsQueries ? Config::kChunks : Config::kChunksV;
-    using KeyLoader = TileLoader<kChunks, kIsQueries ? Config::kKColumns : kChunkColumns>;
-    using RowLoader = TileLoader<kChunks>;
+    using KeyLoader =
+        TileLoader<kChunks, Config::kRowBytes, kIsQueries ? Config::kKColumns : Config::kRowColumns>;
+    using RowLoader = TileLoader<kChunks, Config::kRowBytes>;
     const BackwardParams& params = arguments.params;
     const int kv_stage = kv_ring.stage;
     const uint32_t full_kv = kv_ring.full(kIsQueries ? shared.kKeys : shared.kValues);
@@ -565,13 +570,13 @@ struct BackwardConsumer {
     Scores scores, ds;
     q.wait_full();
     issue_scores<kHeadDim, Config::kKColumns>(scores, uniform(shared.sK(kv_ring.stage, key_row())),
-                                              uniform(sQ + query_row() * kChunkRowBytes));
+                                              uniform(sQ + query_row() * Config::kRowBytes));
     RowStats lse_log2;
     if constexpr (!Config::kPolicy.is_general()) read_stats<0, kEarlyTiles>(lse_log2, shared.sLse(stage));
     auto issue_ds = [&] {
       dout.wait_full();
       issue_scores<Config::kHeadDimV>(ds, uniform(shared.sV(kv_ring.stage, key_row())),
-                                      uniform(sDout + query_row() * kChunkRowBytes));
+                                      uniform(sDout + query_row() * Config::kRowBytes));
     };
     if (!Config::kTakesTurns) issue_ds();
 
@@ -743,7 +748,7 @@ struct BackwardConsumer {
   }
 
   // scores [64, kQueries] = a [64, kDepth] b^T, b [kQueries, kDepth].
-  template <int kDepth, int kAColumns = kChunkColumns>
+  template <int kDepth, int kAColumns = Config::kRowColumns>
   __device__ __forceinline__ void issue_scores(Scores& scores, uint32_t a_tile, uint32_t b_tile) {
     sm90::issue_scores<Arithmetic, kDepth, /*kAccumulate=*/false, kAColumns>(
         scores, a_tile, Config::kKvChunkBytes, b_tile, Config::kQChunkBytes);
@@ -753,11 +758,11 @@ struct BackwardConsumer {
   template <class Sum>
   __device__ __forceinline__ void issue_gradient(Sum& sum, Operand& operand, uint32_t tile, uint32_t rows) {
     if constexpr (kByKeys) {
-      issue_sum<Arithmetic>(sum, operand, rows, Config::kQChunkBytes);
+      issue_sum<Arithmetic, Config::kRowBytes>(sum, operand, rows, Config::kQChunkBytes);
     } else {
       const uint32_t columns = uniform(rows + consumer * (Config::kChunks / 2) * Config::kQChunkBytes);
-      issue_sum<Arithmetic, kBlockM, /*kAccumulate=*/true>(sum, tile, Config::kQChunkBytes, columns,
-                                                           Config::kQChunkBytes);
+      issue_sum<Arithmetic, kBlockM, /*kAccumulate=*/true, Config::kRowBytes>(sum, tile, Config::kQChunkBytes,
+                                                                              columns, Config::kQChunkBytes);
     }
   }
 
@@ -818,7 +823,7 @@ struct BackwardConsumer {
 
   // Where this lane's row of ds^T of the warp's 16 keys goes, of the first 16 queries.
   __device__ __forceinline__ uint32_t ds_row() const {
-    const uint32_t sDs = shared.sDs(ds_stage) + consumer * Config::kQChunkBytes;
+    const uint32_t sDs = shared.sDs(ds_stage) + consumer * Config::kDsChunkBytes;
     uint32_t lane = lane_id();
     ptx::make_opaque(lane);  // rather computed again than kept in two registers
     return sDs + swizzled(lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2);
@@ -834,8 +839,8 @@ struct BackwardConsumer {
     const uint32_t sK =
         uniform(shared.sK(kv_ring.stage, 0) + column / Config::kKColumns * Config::kKvChunkBytes +
                 column % Config::kKColumns * 2);
-    issue_sum<Arithmetic, kBlockN, /*kAccumulate=*/false>(dq, sDs, Config::kQChunkBytes, sK,
-                                                          Config::kKvChunkBytes);
+    issue_sum<Arithmetic, kBlockN, /*kAccumulate=*/false, Config::kRowBytes>(dq, sDs, Config::kDsChunkBytes,
+                                                                             sK, Config::kKvChunkBytes);
   }
 
   // To the head's sums, which begin at dq_rows.
@@ -885,15 +890,16 @@ struct BackwardConsumer {
                    sDv = shared.sDv(kv_ring.stage, consumer, warp);
     if (Config::kWithDq && ptx::elect_one()) ptx::tensor_store_wait_read();  // dq has left its buffer
     __syncwarp();
-    store_rows<Arithmetic>(dk, {arguments.logit.scale, arguments.logit.scale}, sDk, Config::kOutPitch);
+    store_rows<Arithmetic, Config::kRowBytes>(dk, {arguments.logit.scale, arguments.logit.scale}, sDk,
+                                              Config::kOutPitch);
     const float kept_factor = Config::kPolicy.others ? arguments.pairs.kept_factor : 1;
-    store_rows<Arithmetic>(dv, {kept_factor, kept_factor}, sDv, Config::kOutPitch);
+    store_rows<Arithmetic, Config::kRowBytes>(dv, {kept_factor, kept_factor}, sDv, Config::kOutPitch);
     ptx::async_proxy_fence();
     __syncwarp();
     if (row0 < static_cast<int>(params.seqlen_kv) && ptx::elect_one()) {
 #pragma unroll
       for (int chunk = 0; chunk < Config::kOutChunks; ++chunk) {
-        const int column = (chunk0 + chunk) * kChunkColumns, offset = chunk * Config::kOutPitch;
+        const int column = (chunk0 + chunk) * Config::kRowColumns, offset = chunk * Config::kOutPitch;
         if (column < params.head_dim) {
           ptx::tensor_store(arguments.dk_map, sDk + offset, column, work.kv_head(params), row0, work.batch);
         }
@@ -913,7 +919,8 @@ struct BackwardConsumer {
   template <int kSumTiles>
   __device__ __forceinline__ void write_part(const float (&sum)[1][kSumTiles][4], const Fragments& to,
                                              const BackwardTileWork<Config>& work, int row, int chunk0) {
-    const int column = chunk0 * kChunkColumns, tiles = to.column_tiles - column / Fragments::kTileColumns;
+    const int column = chunk0 * Config::kRowColumns,
+              tiles = to.column_tiles - column / Fragments::kTileColumns;
     float4* tile = reinterpret_cast<float4*>(to.tile(work.batch, work.part, row, column)) + lane_id();
 #pragma unroll
     for (int nt = 0; nt < kSumTiles; ++nt) {
@@ -989,13 +996,14 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
                               .part_heads = static_cast<int>(params.num_heads / params.num_head_parts)};
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
+  constexpr int kColumns = Config::kRowColumns;
   const bool has_maps =
-      make_tensor_map<Element>(params.q, B, T, N, H, Config::kBlockM, &arguments.q_map) &&
-      make_tensor_map<Element>(params.dout, B, T, N, Hv, Config::kBlockM, &arguments.dout_map) &&
-      make_tensor_map<Element>(params.k, B, S, K, H, Config::kBlockN, &arguments.k_map) &&
-      make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kBlockN, &arguments.v_map) &&
-      make_tensor_map<Element>(params.dk, B, S, K, H, 16, &arguments.dk_map) &&
-      make_tensor_map<Element>(params.dv, B, S, K, Hv, 16, &arguments.dv_map);
+      make_tensor_map<Element, kColumns>(params.q, B, T, N, H, Config::kBlockM, &arguments.q_map) &&
+      make_tensor_map<Element, kColumns>(params.dout, B, T, N, Hv, Config::kBlockM, &arguments.dout_map) &&
+      make_tensor_map<Element, kColumns>(params.k, B, S, K, H, Config::kBlockN, &arguments.k_map) &&
+      make_tensor_map<Element, kColumns>(params.v, B, S, K, Hv, Config::kBlockN, &arguments.v_map) &&
+      make_tensor_map<Element, kColumns>(params.dk, B, S, K, H, 16, &arguments.dk_map) &&
+      make_tensor_map<Element, kColumns>(params.dv, B, S, K, Hv, 16, &arguments.dv_map);
   if (!has_maps) return Status::not_served();
   if (const Status status = launch_lists(params, Config::Queries::shape(), context); status.failed()) {
     return status;

@@ -89,10 +89,10 @@ struct BackwardDqConfig {
   using Keys = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/true, kBlockM, kBlockN>;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
-  // Shared memory: tiles of kChunks times [rows, 64] elements, swizzled.
-  static constexpr int kChunks = ceil_div(kHeadDim, kChunkColumns);
-  static constexpr int kChunksV = ceil_div(kHeadDimV, kChunkColumns);
-  static constexpr int kQChunkBytes = kBlockM * kChunkRowBytes, kKvChunkBytes = kBlockN * kChunkRowBytes;
+  // Shared memory: tiles of kChunks times [rows, kRowColumns] elements, swizzled.
+  static constexpr int kRowColumns = chunk_columns(kHeadDim), kRowBytes = 2 * kRowColumns;
+  static constexpr int kChunks = ceil_div(kHeadDim, kRowColumns), kChunksV = ceil_div(kHeadDimV, kRowColumns);
+  static constexpr int kQChunkBytes = kBlockM * kRowBytes, kKvChunkBytes = kBlockN * kRowBytes;
   static constexpr int kQBytes = kChunks * kQChunkBytes, kDoutBytes = kChunksV * kQChunkBytes;
   static constexpr int kKBytes = kChunks * kKvChunkBytes, kVBytes = kChunksV * kKvChunkBytes;
   static constexpr int kDout = kQBytes, kK = kDout + kDoutBytes, kV = kK + kStages * kKBytes;
@@ -107,8 +107,8 @@ template <class Config>
 struct BackwardDqShared {
   uint32_t base;
 
-  __device__ uint32_t sQ(int row) const { return base + row * kChunkRowBytes; }
-  __device__ uint32_t sDout(int row) const { return base + Config::kDout + row * kChunkRowBytes; }
+  __device__ uint32_t sQ(int row) const { return base + row * Config::kRowBytes; }
+  __device__ uint32_t sDout(int row) const { return base + Config::kDout + row * Config::kRowBytes; }
   __device__ uint32_t sK(int stage) const { return base + Config::kK + stage * Config::kKBytes; }
   __device__ uint32_t sV(int stage) const { return base + Config::kV + stage * Config::kVBytes; }
 
@@ -160,7 +160,7 @@ __device__ __forceinline__ void load_for_dq(const BackwardDqArguments& arguments
                                             BackwardDqShared<Config> shared,
                                             const BackwardDqWork<Config>& work) {
   constexpr int kBlockN = Config::kBlockN;
-  using Loader = TileLoader<kIsKeys ? Config::kChunks : Config::kChunksV>;
+  using Loader = TileLoader<kIsKeys ? Config::kChunks : Config::kChunksV, Config::kRowBytes>;
   if (work.keys.count == 0) return;
   const uint32_t tail = shared.tail(kIsKeys ? 0 : 1);
   Loader rows{kIsKeys ? arguments.q_map : arguments.dout_map,
@@ -304,7 +304,7 @@ struct BackwardDqConsumer {
     }
 
     // ---- dq += ds k ----
-    issue_sum<Arithmetic>(dq, operand, shared.sK(k.stage), Config::kKvChunkBytes);
+    issue_sum<Arithmetic, Config::kRowBytes>(dq, operand, shared.sK(k.stage), Config::kKvChunkBytes);
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(dq[0]);
     k.release_by_warpgroup();
@@ -327,10 +327,10 @@ struct BackwardDqConsumer {
 #pragma unroll
       for (int nt = 0; nt < kHeadDim / 8; ++nt) dq[0][nt][2 * h] = dq[0][nt][2 * h + 1] = 0;
     }
-    store_rows<Arithmetic>(dq, factor, shared.sQ(warp_row), Config::kQChunkBytes);
+    store_rows<Arithmetic, Config::kRowBytes>(dq, factor, shared.sQ(warp_row), Config::kQChunkBytes);
     const OutputRows to{arguments.dq_map, arguments.params.head_dim, work.head, row0, work.seqlen_q,
                         work.batch};
-    send_rows<Config::kChunks>(to, shared.sQ(warp_row), Config::kQChunkBytes);
+    send_rows<Config::kChunks, Config::kRowColumns>(to, shared.sQ(warp_row), Config::kQChunkBytes);
   }
 };
 
@@ -373,12 +373,13 @@ Status launch_backward_dq(const BackwardParams& params, const LaunchContext& con
   BackwardDqArguments arguments{.params = params, .logit = LogitScale(params), .pairs = PairOptions(params)};
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
+  constexpr int kColumns = Config::kRowColumns;
   const bool has_maps =
-      make_tensor_map<Element>(params.q, B, T, N, H, Config::kBlockM, &arguments.q_map) &&
-      make_tensor_map<Element>(params.dout, B, T, N, Hv, Config::kBlockM, &arguments.dout_map) &&
-      make_tensor_map<Element>(params.k, B, S, K, H, Config::kBlockN, &arguments.k_map) &&
-      make_tensor_map<Element>(params.v, B, S, K, Hv, Config::kBlockN, &arguments.v_map) &&
-      make_tensor_map<Element>(params.dq, B, T, N, H, 16, &arguments.dq_map);
+      make_tensor_map<Element, kColumns>(params.q, B, T, N, H, Config::kBlockM, &arguments.q_map) &&
+      make_tensor_map<Element, kColumns>(params.dout, B, T, N, Hv, Config::kBlockM, &arguments.dout_map) &&
+      make_tensor_map<Element, kColumns>(params.k, B, S, K, H, Config::kBlockN, &arguments.k_map) &&
+      make_tensor_map<Element, kColumns>(params.v, B, S, K, Hv, Config::kBlockN, &arguments.v_map) &&
+      make_tensor_map<Element, kColumns>(params.dq, B, T, N, H, 16, &arguments.dq_map);
   if (!has_maps) return Status::not_served();
   if (const Status status = launch_lists(params, Config::Keys::shape(), context); status.failed()) {
     return status;

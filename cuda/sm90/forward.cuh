@@ -128,15 +128,16 @@ struct ForwardConfig {
 
   // Shared memory, in this order: q [kQStages, kBlockM, kHeadDim], k and v [kStages, kBlockN, kHeadDim] each,
   // out [kBlockM, out_columns], bias, WorkTiles, barriers. A tile [rows, kHeadDim] is kChunks tiles [rows,
-  // 64], swizzled.
-  static constexpr int kChunks = (kHeadDim + kChunkColumns - 1) / kChunkColumns;
-  static constexpr int kQChunkBytes = kBlockM * kChunkRowBytes, kKvChunkBytes = kBlockN * kChunkRowBytes;
+  // kRowColumns], swizzled.
+  static constexpr int kRowColumns = chunk_columns(kHeadDim), kRowBytes = 2 * kRowColumns;
+  static constexpr int kChunks = ceil_div(kHeadDim, kRowColumns);
+  static constexpr int kQChunkBytes = kBlockM * kRowBytes, kKvChunkBytes = kBlockN * kRowBytes;
   static constexpr int kQBytes = kChunks * kQChunkBytes, kKvBytes = kChunks * kKvChunkBytes;
   static constexpr int kK = kQStages * kQBytes, kV = kK + kStages * kKvBytes, kOut = kV + kStages * kKvBytes;
   // out leaves kOutColumns at a time, from its own buffer or from the place of q.
   static constexpr bool kOutBuffer = kTile.out_columns > 0;
   static constexpr int kOutColumns = kOutBuffer ? std::min(kTile.out_columns, kHeadDim) : kHeadDim;
-  static constexpr int kBias = kOut + kQChunkBytes * ceil_div(kTile.out_columns, kChunkColumns);
+  static constexpr int kBias = kOut + kQChunkBytes * ceil_div(kTile.out_columns, kRowColumns);
   using WarpBias = BiasBuffer</*kTransposed=*/false, kBlockN>;
   static constexpr int kTiles = kBias + (kPolicy.may_stage_bias() ? 4 * kConsumers * WarpBias::kBytes : 0);
   static_assert(kHeadDim % kOutColumns == 0);
@@ -159,13 +160,13 @@ struct ForwardShared {
   uint32_t base = ptx::shared_address(start);
 
   __device__ uint32_t sQ(int stage, int row) const {
-    return base + stage * Config::kQBytes + row * kChunkRowBytes;
+    return base + stage * Config::kQBytes + row * Config::kRowBytes;
   }
   __device__ uint32_t sK(int stage) const { return base + Config::kK + stage * Config::kKvBytes; }
   __device__ uint32_t sV(int stage) const { return base + Config::kV + stage * Config::kKvBytes; }
   // out [kBlockM, kOutColumns] has a buffer of its own or takes the place of q.
   __device__ uint32_t sOut(int q_stage, int row) const {
-    return Config::kOutBuffer ? base + Config::kOut + row * kChunkRowBytes : sQ(q_stage, row);
+    return Config::kOutBuffer ? base + Config::kOut + row * Config::kRowBytes : sQ(q_stage, row);
   }
   __device__ typename Config::WarpBias bias(int warp) const {
     return {base + Config::kBias + warp * Config::WarpBias::kBytes};
@@ -219,7 +220,7 @@ struct ForwardScheduler {
 
  private:
   __device__ __forceinline__ void load_q(const typename Config::Tile& tile) {
-    constexpr int kBytes = Config::kChunks * 64 * kChunkRowBytes;
+    constexpr int kBytes = Config::kChunks * 64 * Config::kRowBytes;
 #pragma unroll 1
     for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
       const uint32_t full = q_ring.full(consumer);
@@ -228,7 +229,7 @@ struct ForwardScheduler {
 #pragma unroll
       for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
         ptx::tensor_load(shared.sQ(q_ring.stage, 64 * consumer) + chunk * Config::kQChunkBytes,
-                         arguments.q_map, full, chunk * kChunkColumns, tile.head,
+                         arguments.q_map, full, chunk * Config::kRowColumns, tile.head,
                          tile.m_start + 64 * consumer, tile.batch, ptx::kEvictFirst);
       }
     }
@@ -312,9 +313,9 @@ struct ForwardLoader {
       }
 #pragma unroll
       for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
-        ptx::tensor_load(sKv(stage) + chunk * Config::kKvChunkBytes + i * kChunkRowBytes,
-                         kIsKeys ? arguments.k_map : arguments.v_map, barrier, chunk * kChunkColumns, kv_head,
-                         box_row, outer, ptx::kEvictLast);
+        ptx::tensor_load(sKv(stage) + chunk * Config::kKvChunkBytes + i * Config::kRowBytes,
+                         kIsKeys ? arguments.k_map : arguments.v_map, barrier, chunk * Config::kRowColumns,
+                         kv_head, box_row, outer, ptx::kEvictLast);
       }
     }
   }
@@ -328,8 +329,9 @@ struct ForwardLoader {
     ptx::barrier_wait(shared.v_tail(), tail_parity);
     tail_parity ^= 1;
     const uint32_t zeros[4] = {0, 0, 0, 0};
+    constexpr int kPieces = Config::kRowBytes / 16;  // of a row
 #pragma unroll 1
-    for (int i = rows * 8 + lane_id(); i < kBlockN * 8; i += 32) {
+    for (int i = rows * kPieces + lane_id(); i < kBlockN * kPieces; i += 32) {
 #pragma unroll 1
       for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
         ptx::store_shared_x4(sKv(ring.stage) + chunk * Config::kKvChunkBytes + i * 16, zeros);
@@ -477,7 +479,7 @@ struct ForwardConsumer {
   }
 
   __device__ __forceinline__ void issue_values(uint32_t sV) {
-    issue_sum<Arithmetic>(out, p, sV, Config::kKvChunkBytes);
+    issue_sum<Arithmetic, Config::kRowBytes>(out, p, sV, Config::kKvChunkBytes);
   }
 
   // ---- Softmax ----
@@ -780,14 +782,15 @@ struct ForwardConsumer {
     for (int column = 0; column < kHeadDim; column += Config::kOutColumns) {
       if (lane_id() == 0) ptx::tensor_store_wait_read();  // the store before has left the buffer
       __syncwarp();
-      store_rows<Arithmetic, Config::kOutColumns>(out, column, normalizer, sOut, Config::kQChunkBytes);
+      store_rows<Arithmetic, Config::kRowBytes, Config::kOutColumns>(out, column, normalizer, sOut,
+                                                                     Config::kQChunkBytes);
       ptx::async_proxy_fence();
       __syncwarp();
       if (lane_id() == 0 && row0 < seqlen_q) {
 #pragma unroll
-        for (int from = 0; from < Config::kOutColumns; from += kChunkColumns) {
+        for (int from = 0; from < Config::kOutColumns; from += Config::kRowColumns) {
           if (column + from < params.head_dim_v) {
-            ptx::tensor_store(arguments.out_map, sOut + from / kChunkColumns * Config::kQChunkBytes,
+            ptx::tensor_store(arguments.out_map, sOut + from / Config::kRowColumns * Config::kQChunkBytes,
                               column + from, head, row0, batch);
           }
         }
@@ -857,10 +860,12 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
   const int box_rows = params.page_indices ? std::gcd(Config::kBlockN, rows) : Config::kBlockN;
   if (box_rows % 8 != 0) return Status::not_served();  // the swizzle repeats every 8 rows
   arguments.box_rows = box_rows;
-  const bool has_maps = make_tensor_map<Element>(params.q, B, T, N, H, 64, &arguments.q_map) &&
-                        make_tensor_map<Element>(params.k, outer, rows, K, H, box_rows, &arguments.k_map) &&
-                        make_tensor_map<Element>(params.v, outer, rows, K, Hv, box_rows, &arguments.v_map) &&
-                        make_tensor_map<Element>(params.out, B, T, N, Hv, 16, &arguments.out_map);
+  constexpr int kColumns = Config::kRowColumns;
+  const bool has_maps =
+      make_tensor_map<Element, kColumns>(params.q, B, T, N, H, 64, &arguments.q_map) &&
+      make_tensor_map<Element, kColumns>(params.k, outer, rows, K, H, box_rows, &arguments.k_map) &&
+      make_tensor_map<Element, kColumns>(params.v, outer, rows, K, Hv, box_rows, &arguments.v_map) &&
+      make_tensor_map<Element, kColumns>(params.out, B, T, N, Hv, 16, &arguments.out_map);
   if (!has_maps) return Status::not_served();
   if (arguments.schedule.counter) {
     const Status status = cudaMemsetAsync(arguments.schedule.counter, 0, sizeof(int), context.stream);

@@ -12,14 +12,15 @@
 
 namespace jax_flash::cuda::sm90 {
 
-// The offset of 16-byte piece `piece` of row `row` in a swizzled tile of 128-byte rows.
+// The offset of 16-byte piece `piece` of row `row` in a swizzled tile of rows of kRowBytes (tensor_map.h).
+template <int kRowBytes = kChunkRowBytes>
 __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
-  return row * kChunkRowBytes + (piece ^ row % 8) * 16;
+  return row * kRowBytes + (piece ^ row / (128 / kRowBytes) % (kRowBytes / 16)) * 16;
 }
 
-// Stores columns [column, column + kColumns) of acc [16, 8 * kTiles], rounded to 16 bits, to tiles of 64
-// columns that are `pitch` bytes apart. Rows of h are multiplied by factor[h].
-template <class Arithmetic, int kColumns, int kTiles>
+// Stores columns [column, column + kColumns) of acc [16, 8 * kTiles], rounded to 16 bits, to chunks with rows
+// of kRowBytes that are `pitch` bytes apart. Rows of h are multiplied by factor[h].
+template <class Arithmetic, int kRowBytes, int kColumns, int kTiles>
 __device__ __forceinline__ void store_rows(const float (&acc)[1][kTiles][4], int column,
                                            const float (&factor)[2], uint32_t shared, int pitch) {
 #pragma unroll
@@ -30,16 +31,17 @@ __device__ __forceinline__ void store_rows(const float (&acc)[1][kTiles][4], int
       const float (&tile)[4] = acc[0][column / 8 + 2 * i + j / 2];
       values[j] = pack<Arithmetic>(tile[j % 2 * 2] * factor[j % 2], tile[j % 2 * 2 + 1] * factor[j % 2]);
     }
-    ptx::store_matrix_x4(shared + i / 4 * pitch + swizzled(lane_id() % 16, 2 * (i % 4) + lane_id() / 16),
-                         values);
+    constexpr int kSteps = kRowBytes / 32;
+    const uint32_t place = swizzled<kRowBytes>(lane_id() % 16, 2 * (i % kSteps) + lane_id() / 16);
+    ptx::store_matrix_x4(shared + i / kSteps * pitch + place, values);
   }
 }
 
 // All columns.
-template <class Arithmetic, int kTiles>
+template <class Arithmetic, int kRowBytes = kChunkRowBytes, int kTiles>
 __device__ __forceinline__ void store_rows(const float (&acc)[1][kTiles][4], const float (&factor)[2],
                                            uint32_t shared, int pitch) {
-  store_rows<Arithmetic, 8 * kTiles>(acc, 0, factor, shared, pitch);
+  store_rows<Arithmetic, kRowBytes, 8 * kTiles>(acc, 0, factor, shared, pitch);
 }
 
 // Where a warp's 16 rows go: an array [batch, length, heads, columns], from `row` on.
@@ -49,16 +51,17 @@ struct OutputRows {
   int head, row, length, batch;
 };
 
-// Sends the kChunks tiles of 64 columns that store_rows() has left, and waits until they have been read.
-template <int kChunks>
+// Sends the kChunks chunks of kColumns columns that store_rows() has left, and waits until they have been
+// read.
+template <int kChunks, int kColumns = kChunkColumns>
 __device__ __forceinline__ void send_rows(const OutputRows& to, uint32_t shared, int pitch) {
   ptx::async_proxy_fence();
   __syncwarp();
   if (to.row < to.length && ptx::elect_one()) {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      if (chunk * kChunkColumns < to.columns) {
-        ptx::tensor_store(to.map, shared + chunk * pitch, chunk * kChunkColumns, to.head, to.row, to.batch);
+      if (chunk * kColumns < to.columns) {
+        ptx::tensor_store(to.map, shared + chunk * pitch, chunk * kColumns, to.head, to.row, to.batch);
       }
     }
     ptx::tensor_store_commit();

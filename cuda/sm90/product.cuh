@@ -1,6 +1,6 @@
 // Products of a warpgroup with tiles in shared memory: each is issued and committed as one group, without a
 // wait. Wide tiles are chunks of 64 columns, `pitch` bytes apart, swizzled (tensor_map.h). The last one may
-// be wider than what is left.
+// be wider than what is left. Tiles of 32 columns are one narrow chunk.
 #pragma once
 
 #include <cstdint>
@@ -13,49 +13,53 @@ namespace jax_flash::cuda::sm90 {
 
 // acc [64, kN] = or += a [64, kDepth] b^T, b [kN, kDepth]. A chunk of a begins kAColumns after the one
 // before.
-template <class Arithmetic, int kDepth, bool kAccumulate = false, int kAColumns = kChunkColumns, int kTiles>
+template <class Arithmetic, int kDepth, bool kAccumulate = false, int kAColumns = chunk_columns(kDepth),
+          int kTiles>
 __device__ __forceinline__ void issue_scores(float (&acc)[1][kTiles][4], uint32_t a_tile, int a_pitch,
                                              uint32_t b_tile, int b_pitch) {
-  const uint64_t a = ptx::matrix_descriptor(a_tile, 0), b = ptx::matrix_descriptor(b_tile, 0);
+  constexpr int kRowBytes = 2 * chunk_columns(kDepth);
+  const uint64_t a = ptx::matrix_descriptor<kRowBytes>(a_tile, 0),
+                 b = ptx::matrix_descriptor<kRowBytes>(b_tile, 0);
   ptx::keep_in_place(acc[0]);
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kDepth / 16; ++step) {
-    constexpr int kASteps = kAColumns / 16;
+    constexpr int kASteps = kAColumns / 16, kBSteps = kRowBytes / 32;
     ptx::Wgmma<Arithmetic, 8 * kTiles>::template shared</*kBAlongN=*/false>(
         acc[0], a + (step / kASteps * a_pitch + step % kASteps * 32) / 16,
-        b + (step / 4 * b_pitch + step % 4 * 32) / 16, kAccumulate || step > 0);
+        b + (step / kBSteps * b_pitch + step % kBSteps * 32) / 16, kAccumulate || step > 0);
   }
   ptx::wgmma_commit();
 }
 
-// acc [64, kN] = or += a [64, kDepth] b, b [kDepth, kN].
-template <class Arithmetic, int kDepth, bool kAccumulate, int kTiles>
+// acc [64, kN] = or += a [64, kDepth] b, b [kDepth, kN] with rows of kBRowBytes in a chunk.
+template <class Arithmetic, int kDepth, bool kAccumulate, int kBRowBytes = kChunkRowBytes, int kTiles>
 __device__ __forceinline__ void issue_sum(float (&acc)[1][kTiles][4], uint32_t a_tile, int a_pitch,
                                           uint32_t b_tile, int b_pitch) {
-  const uint64_t a = ptx::matrix_descriptor(a_tile, 0), b = ptx::matrix_descriptor(b_tile, b_pitch);
+  const uint64_t a = ptx::matrix_descriptor<kChunkRowBytes>(a_tile, 0),
+                 b = ptx::matrix_descriptor<kBRowBytes>(b_tile, b_pitch);
   ptx::keep_in_place(acc[0]);
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kDepth / 16; ++step) {
     ptx::Wgmma<Arithmetic, 8 * kTiles>::template shared</*kBAlongN=*/true>(
-        acc[0], a + (step / 4 * a_pitch + step % 4 * 32) / 16, b + step * 16 * kChunkRowBytes / 16,
+        acc[0], a + (step / 4 * a_pitch + step % 4 * 32) / 16, b + step * 16 * kBRowBytes / 16,
         kAccumulate || step > 0);
   }
   ptx::wgmma_commit();
 }
 
 // acc [64, kN] += a [64, 16 kSteps] b, a in registers, b [16 kSteps, kN].
-template <class Arithmetic, int kSteps, int kTiles>
+template <class Arithmetic, int kBRowBytes = kChunkRowBytes, int kSteps, int kTiles>
 __device__ __forceinline__ void issue_sum(float (&acc)[1][kTiles][4], uint32_t (&a)[kSteps][4],
                                           uint32_t b_tile, int b_pitch) {
-  const uint64_t b = ptx::matrix_descriptor(b_tile, b_pitch);
+  const uint64_t b = ptx::matrix_descriptor<kBRowBytes>(b_tile, b_pitch);
   ptx::keep_in_place(a);
   ptx::keep_in_place(acc[0]);
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    ptx::Wgmma<Arithmetic, 8 * kTiles>::registers(acc[0], a[step], b + step * 16 * kChunkRowBytes / 16);
+    ptx::Wgmma<Arithmetic, 8 * kTiles>::registers(acc[0], a[step], b + step * 16 * kBRowBytes / 16);
   }
   ptx::wgmma_commit();
 }

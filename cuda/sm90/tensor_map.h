@@ -15,9 +15,11 @@
 namespace jax_flash::cuda::sm90 {
 
 // A row in shared memory has 64 elements of 16 bits, 128 bytes, the widest that the copy engine swizzles. A
-// tile with wider rows is split into several tiles, chunks of its columns.
+// tile with wider rows is split into several tiles, chunks of its columns. Rows of small head dims have 32
+// elements, 64 bytes, swizzled by as many.
 inline constexpr int kChunkColumns = 64;
 inline constexpr int kChunkRowBytes = 128;
+__host__ __device__ constexpr int chunk_columns(int head_dim) { return head_dim <= 32 ? 32 : kChunkColumns; }
 
 // The driver's function, looked up at run time because the library must load without a driver.
 inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
@@ -61,12 +63,14 @@ inline bool is_served(const AttentionParams& params, const LaunchContext& contex
   return true;
 }
 
-// Boxes of `box_rows` rows and kChunkColumns columns of one head of a dense [batch, seqlen, num_heads,
+// Boxes of `box_rows` rows and kColumns columns, a chunk's, of one head of a dense [batch, seqlen, num_heads,
 // head_dim]. Coordinates are (column, head, row, batch). False if the driver refuses.
-template <class Element>
+template <class Element, int kColumns = kChunkColumns>
 bool make_tensor_map(const void* tensor, int64_t batch, int64_t seqlen, int64_t num_heads, int64_t head_dim,
                      int box_rows, CUtensorMap* map) {
-  static_assert(sizeof(Element) == 2);
+  static_assert(sizeof(Element) == 2 && (kColumns == 32 || kColumns == 64));
+  constexpr CUtensorMapSwizzle kSwizzle =
+      kColumns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
   constexpr CUtensorMapDataType kType = std::is_same_v<Element, __nv_bfloat16>
                                             ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
@@ -76,10 +80,10 @@ bool make_tensor_map(const void* tensor, int64_t batch, int64_t seqlen, int64_t 
                               cuuint64_t(batch)};
   const cuuint64_t row_bytes = 2 * head_dim;
   const cuuint64_t strides[] = {row_bytes, row_bytes * num_heads, row_bytes * num_heads * seqlen};
-  const cuuint32_t box[] = {kChunkColumns, 1, cuuint32_t(box_rows), 1};
+  const cuuint32_t box[] = {kColumns, 1, cuuint32_t(box_rows), 1};
   const cuuint32_t steps[] = {1, 1, 1, 1};
   return encode(map, kType, 4, const_cast<void*>(tensor), sizes, strides, box, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, kSwizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 

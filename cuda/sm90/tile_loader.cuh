@@ -13,10 +13,10 @@
 
 namespace jax_flash::cuda::sm90 {
 
-// Loads swizzled tiles, kChunks times [rows, 64], of one sequence of a tensor; a chunk begins kColumns after
-// the one before. Only the first `length` of `seqlen` rows count. The others may be NaN, and 0 * NaN is NaN:
-// in a tile they become zeros, so that p = 0 is enough to mask a pair.
-template <int kChunks, int kColumns = kChunkColumns>
+// Loads swizzled tiles, kChunks chunks with rows of kRowBytes, of one sequence of a tensor; a chunk begins
+// kColumns after the one before. Only the first `length` of `seqlen` rows count. The others may be NaN, and 0
+// * NaN is NaN: in a tile they become zeros, so that p = 0 is enough to mask a pair.
+template <int kChunks, int kRowBytes = kChunkRowBytes, int kColumns = kRowBytes / 2>
 struct TileLoader {
   const CUtensorMap& map;
   int batch, length, seqlen;
@@ -33,10 +33,10 @@ struct TileLoader {
   // Loads a tile without such rows and completes a phase of `full`. By one thread.
   template <int kRows>
   __device__ __forceinline__ void load_whole(uint32_t tile, uint32_t full, int head, int row) const {
-    ptx::barrier_arrive_expect(full, kChunks * kRows * kChunkRowBytes);
+    ptx::barrier_arrive_expect(full, kChunks * kRows * kRowBytes);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      ptx::tensor_load(tile + chunk * kRows * kChunkRowBytes, map, full, chunk * kColumns, head, row, batch,
+      ptx::tensor_load(tile + chunk * kRows * kRowBytes, map, full, chunk * kColumns, head, row, batch,
                        policy);
     }
   }
@@ -52,11 +52,12 @@ struct TileLoader {
     ptx::barrier_wait(tail_barrier, tail_parity);
     tail_parity ^= 1;
     const uint32_t zeros[4] = {0, 0, 0, 0};
+    constexpr int kPieces = kRowBytes / 16;  // of a row
 #pragma unroll 1
-    for (int i = max(length - row, 0) * 8 + lane_id(); i < kRows * 8; i += 32) {
+    for (int i = max(length - row, 0) * kPieces + lane_id(); i < kRows * kPieces; i += 32) {
 #pragma unroll 1
       for (int chunk = 0; chunk < kChunks; ++chunk) {
-        ptx::store_shared_x4(tile + chunk * kRows * kChunkRowBytes + i * 16, zeros);
+        ptx::store_shared_x4(tile + chunk * kRows * kRowBytes + i * 16, zeros);
       }
     }
     ptx::async_proxy_fence();

@@ -103,13 +103,17 @@ void begin_load(Load load) {
   }
 }
 
-// The address of a byte in swizzled rows of 128 bytes: bits 4 to 6 are changed by bits 7 to 9.
-uint32_t swizzle(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
+// The address of a byte in swizzled rows: of 128 bytes, bits 4 to 6 are changed by bits 7 to 9; of 64 bytes,
+// bits 4 and 5 by bits 7 and 8.
+uint32_t swizzle(uint32_t address, uint32_t row_bytes) {
+  return address ^ (address >> 7 & (row_bytes / 16 - 1)) << 4;
+}
 
 // f(address in shared memory, element of the tensor; null if outside) for each element of a box.
 template <class F>
 void for_each_in_box(uint32_t shared, const CUtensorMap& map, const Element& first, F f) {
-  if (shared % 128 != 0) fail("a box in shared memory is misaligned");
+  const uint32_t row_bytes = 2 * static_cast<uint32_t>(map.box[0]);
+  if (shared % (8 * row_bytes) != 0) fail("a box in shared memory is misaligned");
   uint32_t row = 0;
   for (int i3 = 0; i3 < map.box[3]; ++i3) {
     for (int i2 = 0; i2 < map.box[2]; ++i2) {
@@ -123,7 +127,7 @@ void for_each_in_box(uint32_t shared, const CUtensorMap& map, const Element& fir
         }
         for (int i0 = 0; i0 < map.box[0]; ++i0) {
           const bool is_inside = is_row_inside && x[0] + i0 >= 0 && x[0] + i0 < map.sizes[0];
-          f(swizzle(shared + 128 * row + 2 * static_cast<uint32_t>(i0)),
+          f(swizzle(shared + row_bytes * row + 2 * static_cast<uint32_t>(i0), row_bytes),
             is_inside ? from + 2 * (x[0] + i0) : nullptr);
         }
       }
@@ -152,12 +156,14 @@ float element_of(uint64_t tile, int row, int depth, bool is_along_rows, bool is_
   const uint32_t start = static_cast<uint32_t>(tile & 0x3fff) * 16;
   const uint32_t pitch = static_cast<uint32_t>(tile >> 16 & 0x3fff) * 16;
   const uint32_t eight_rows = static_cast<uint32_t>(tile >> 32 & 0x3fff) * 16;
-  if (tile >> 61 != 2) fail("a tile of a product is not swizzled by 128 bytes");
+  if (tile >> 61 != 2 && tile >> 61 != 4) fail("a tile of a product is not swizzled by 128 or 64 bytes");
+  const int row_bytes = tile >> 62 == 1 ? 128 : 64, columns = row_bytes / 2;
   const auto address = [&](int line, int column) {
-    return start + line / 8 * eight_rows + line % 8 * 128 + 2 * static_cast<uint32_t>(column);
+    return start + line / 8 * eight_rows + line % 8 * row_bytes + 2 * static_cast<uint32_t>(column);
   };
-  const uint32_t place = is_along_rows ? address(depth, row % 64) + row / 64 * pitch : address(row, depth);
-  return to_float(at_shared_address(swizzle(place), 2), is_half);
+  const uint32_t place =
+      is_along_rows ? address(depth, row % columns) + row / columns * pitch : address(row, depth);
+  return to_float(at_shared_address(swizzle(place, row_bytes), 2), is_half);
 }
 
 // Product `index` of a group, which all threads of a warpgroup have issued.

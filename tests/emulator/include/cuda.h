@@ -8,11 +8,11 @@ using cuuint64_t = uint64_t;
 enum CUresult { CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE };
 enum CUtensorMapDataType { CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_DATA_TYPE_FLOAT16 };
 enum CUtensorMapInterleave { CU_TENSOR_MAP_INTERLEAVE_NONE };
-enum CUtensorMapSwizzle { CU_TENSOR_MAP_SWIZZLE_128B };
+enum CUtensorMapSwizzle { CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_SWIZZLE_128B };
 enum CUtensorMapL2promotion { CU_TENSOR_MAP_L2_PROMOTION_L2_256B };
 enum CUtensorMapFloatOOBfill { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
 
-// Boxes of [sizes[3], ..., sizes[0]] elements of 16 bits.
+// Boxes of [box[3], ..., box[0]] elements of 16 bits, whose rows are as long as the swizzle is wide.
 struct alignas(64) CUtensorMap {
   char* tensor;
   int64_t sizes[4], strides[4];  // strides in bytes
@@ -21,9 +21,10 @@ struct alignas(64) CUtensorMap {
 
 inline CUresult encode_tensor_map(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* tensor,
                                   const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
-                                  const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                  const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
                                   CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-  if (rank != 4 || reinterpret_cast<uintptr_t>(tensor) % 16 != 0 || 2 * box[0] != 128)
+  const cuuint32_t row_bytes = swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64 : 128;
+  if (rank != 4 || reinterpret_cast<uintptr_t>(tensor) % 16 != 0 || 2 * box[0] != row_bytes)
     return CUDA_ERROR_INVALID_VALUE;
   map->tensor = static_cast<char*>(tensor);
   for (int i = 0; i < 4; ++i) {

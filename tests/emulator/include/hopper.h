@@ -17,7 +17,7 @@ void wait_for_phase(uint32_t barrier, uint32_t parity);
 // The hardware's barriers 1 to 15.
 void arrive_at_named(int id, int threads, bool waits);
 
-// Copies of the box that begins at an element, to or from rows of 128 swizzled bytes.
+// Copies of the box that begins at an element, to or from swizzled rows.
 using Element = std::array<int, 4>;
 void load_box(uint32_t shared, const CUtensorMap& map, uint32_t barrier, Element first);
 void store_box(const CUtensorMap& map, uint32_t shared, Element first);

@@ -17,8 +17,10 @@ void wgmma_wait() {
 template <class Registers>
 void keep_in_place(Registers&) {}
 
-inline uint64_t matrix_descriptor(uint32_t address, uint32_t pitch) {
-  return uint64_t{1} << 62 | uint64_t{1024 / 16} << 32 | uint64_t{pitch / 16} << 16 | address / 16;
+template <int kRowBytes>
+uint64_t matrix_descriptor(uint32_t address, uint32_t pitch) {
+  return uint64_t{kRowBytes == 128 ? 1 : 2} << 62 | uint64_t{8 * kRowBytes / 16} << 32 |
+         uint64_t{pitch / 16} << 16 | address / 16;
 }
 
 template <class Arithmetic, int kN>
