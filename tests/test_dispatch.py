@@ -80,7 +80,29 @@ def test_room_for_sums_of_dq(capabilities, head_dim, head_dim_v, dtype, sums, mo
     kernels += ["forward sm90 bfloat16 256", "backward sm80 tf32 256", "backward_dq sm90 bfloat16 256"]
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
     q, v = (jax.core.ShapedArray((2, 100, 4, size), jnp.dtype(dtype)) for size in (head_dim, head_dim_v))
-    assert _primitives._sums_dq(q, v) == sums
+    assert _primitives._sums_dq(q, q, v) == sums
+
+
+@pytest.mark.parametrize(
+    ("lengths", "head_dims", "dtype", "sums"),
+    [
+        ((64, 64), (64, 64), "bfloat16", False),
+        ((49, 1), (8, 24), "float16", False),
+        ((65, 64), (64, 64), "bfloat16", True),
+        ((64, 65), (64, 64), "bfloat16", True),
+        ((64, 64), (64, 72), "bfloat16", True),
+        (("t", 64), (64, 64), "bfloat16", True),  # may be longer
+    ],
+)
+def test_room_for_sums_of_dq_of_short_sequences(lengths, head_dims, dtype, sums, monkeypatch):
+    """There is none where the kernel for them runs, on any GPU."""
+    set_local_gpus(monkeypatch, "8.0")
+    kernels = [f"short_backward sm80 {x} {size}" for x in ("bfloat16", "float16") for size in (32, 64)]
+    monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
+    T, S = (export.symbolic_shape(x)[0] if isinstance(x, str) else x for x in lengths)
+    sizes = zip((T, S, S), (head_dims[0], *head_dims), strict=True)
+    q, k, v = (jax.core.ShapedArray((2, length, 4, size), jnp.dtype(dtype)) for length, size in sizes)
+    assert _primitives._sums_dq(q, k, v) == sums
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ __device__ __forceinline__ void short_score_gradients(const ShortGradientsArgume
     const int64_t index = (int64_t{batch} * params.seqlen_q + row) * params.num_heads + head;
     const float lse = row < mask.q_length ? static_cast<const float*>(params.lse)[index] : -INFINITY;
     lse_log2[mt][h] = lse == -INFINITY ? INFINITY : lse * kLog2e;
-    delta[mt][h] = params.dlse && !isinf(lse) ? -static_cast<const float*>(params.dlse)[index] : 0;
+    delta[mt][h] = params.dlse && fabsf(lse) < INFINITY ? -static_cast<const float*>(params.dlse)[index] : 0;
   });
 
   // ---- q k^T and dp = dout v^T ----
