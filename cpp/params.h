@@ -54,8 +54,8 @@ inline constexpr int64_t kVisibilityBlock = 64;
 // The kernel for few queries takes at most this many.
 inline constexpr int64_t kDecodeQueries = 16;
 
-// Kernels of their own serve calls with at most this many queries and at most this many keys (16 bits, head dims up
-// to 64).
+// Kernels of their own serve calls with at most this many queries and at most this many keys (16 bits, head
+// dims up to 64).
 inline constexpr int64_t kShortLength = 64;
 
 // Row statistics (delta, lse_log2) have T rounded up to a multiple of this, so every CUDA kernel reads whole
@@ -99,7 +99,7 @@ struct AttentionParams {
   // Forward passes with page_indices: key j of a sequence is row j % page_size of a page, the one that
   // element j / page_size of its page_indices names. Those beyond a length may be anything, and are not to be
   // read. All three are 0 without page_indices.
-  int64_t num_pages;           // of all sequences
+  int64_t num_pages;           // of all sequences; together less than 2^31 keys
   int64_t page_size;           // keys of a page
   int64_t pages_per_sequence;  // P
 

@@ -50,7 +50,7 @@ constexpr DecodeTile decode_tile(int element_bytes, int head_dim, bool many_rows
     return {2, 1, 32, 2};                        // 96 KB
   }
   if (row_bytes <= 128) return {1, 4, 64, 8};  // 66 KB
-  if (row_bytes <= 256) return {1, 4, 64, 5};  // 84 KB
+  if (row_bytes <= 256) return {1, 4, 64, 4};  // 68 KB: three blocks, whose starts and ends overlap
   if (row_bytes <= 512) return {1, 2, 32, 5};  // 88 KB
   return {1, 2, 32, 2};                        // 80 KB
 }
@@ -175,8 +175,8 @@ constexpr BackwardBiasTile backward_bias_tile(int element_bytes) {
 // queries for each warp, and several blocks of a multiprocessor hide each other's loads.
 inline constexpr int kShortRows = 64;  // the most queries, and the most keys
 static_assert(kShortRows == kShortLength);
-constexpr ForwardTile short_forward_tile(int head_dim) {
-  return {kShortRows, kShortRows, 4, 4, head_dim <= 32 ? 5 : 4};  // 20, 40 KB
+constexpr ForwardTile short_forward_tile(int head_dim, bool general) {
+  return {kShortRows, kShortRows, 4, 4, head_dim <= 32 && !general ? 5 : 4};  // 20, 40 KB
 }
 constexpr int short_backward_blocks(int head_dim) { return head_dim <= 32 ? 4 : 3; }  // of 32, 48 KB
 inline constexpr int kShortBackwardBiasBlocks = 3;                                    // of 32, 64 KB
@@ -199,7 +199,7 @@ struct ForwardTile {
 // more keys per block make fewer steps, but half a step is lost at each edge of what the rows see. So some
 // head dims have two tiles.
 constexpr ForwardTile forward_tile(int head_dim, bool is_long) {
-  if (head_dim <= 32) return {3, 128, 4, 2, 32, true};  // 100 KB
+  if (head_dim <= 32) return {4, 80, 4, 2, 32, true};  // 88 KB
   if (head_dim <= 64) {
     return is_long ? ForwardTile{3, 128, 3, 2, 64, true}  // 168 KB
                    : ForwardTile{4, 64, 4, 2, 64, true};  // 160 KB
@@ -210,6 +210,15 @@ constexpr ForwardTile forward_tile(int head_dim, bool is_long) {
   }
   if (head_dim <= 192) return {2, 64, 2, 2, 0, true};  // 192 KB
   return {2, 64, 2, 1, 128, true};                     // 224 KB
+}
+
+// For few queries on many keys, which are taken in parts: two consumers, because rows of a tile that has
+// fewer queries are lost.
+constexpr ForwardTile split_forward_tile(int head_dim) {
+  if (head_dim <= 32) return {2, 128, 4, 2, 32, true};  // 88 KB
+  if (head_dim <= 64) return {2, 128, 3, 2, 64, true};  // 144 KB
+  if (head_dim <= 128) return {2, 128, 2, 2, 0, true};  // 192 KB
+  return forward_tile(head_dim, false);
 }
 
 // Is there room in shared memory to stage a bias, 2 KB a warp?

@@ -43,6 +43,9 @@ def test_some_kernel_takes_every_head_dim(kernels):
         assert ("backward_tangent", "sm80", arithmetic, head_dim) in kernels
     for row in itertools.product(directions[:3], ["sm90"], arithmetics[:2]):
         assert (*row, 256) in kernels
+    short = (f"short_{direction}" for direction in ("forward", "backward", "backward_bias"))
+    for row in itertools.product(short, ["sm80"], arithmetics[:2]):
+        assert (*row, 64) in kernels
 
 
 def test_kernels_stand_in_the_order_of_preference(kernels):

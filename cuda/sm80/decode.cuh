@@ -155,11 +155,21 @@ __global__ void __launch_bounds__(Config::kThreads)
   const int first_row = blocks.visible ? row_of_block(__ffs(blocks.visible) - 1) : 0;
   Source k_source{KvLoader(arguments.k, kv_row0 + first_row, kv_head), blocks.visible};
   Source v_source{KvLoader(arguments.v, kv_row0 + first_row, kv_head), blocks.visible};
+  // In pages, the next block's rows are found a block ahead: the reads of page_indices are not waited for.
+  int32_t page_rows[KvLoader::kCopies];
+  auto find_rows = [&](uint32_t blocks) {
+    if (pages && blocks) {
+      KvLoader::find_rows(page_rows, pages, row_of_block(__ffs(blocks) - 1), queries.kv_length);
+    }
+  };
+  find_rows(blocks.visible);
   auto load_item = [&](Source& source, int stage) {
     if (source.blocks) {
       const int block = take_block(source.blocks);
       if (pages) {
-        source.loader.load_pages(sKv(stage), pages, kv_head, row_of_block(block), queries.kv_length);
+        source.loader.load_pages(sKv(stage), page_rows, pages, kv_head, row_of_block(block),
+                                 queries.kv_length);
+        if (&source == &v_source) find_rows(v_source.blocks);
       } else {
         source.loader.load(sKv(stage), row_of_block(block), queries.kv_length);
         if (source.blocks) source.loader.move_rows((__ffs(source.blocks) - 1 - block) * kBlockN);

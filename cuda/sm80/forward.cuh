@@ -101,7 +101,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     if (item < num_items) {
       const int row = block_start(item / 2);
       if (pages) {
-        loader.load_pages(sKv(item % kStages), pages, kv_head, row, mask.kv_length);
+        int32_t rows[KvLoader::kCopies];
+        KvLoader::find_rows(rows, pages, row, mask.kv_length);
+        loader.load_pages(sKv(item % kStages), rows, pages, kv_head, row, mask.kv_length);
       } else {
         loader.load(sKv(item % kStages), row, mask.kv_length);
         loader.move_rows(kMayHaveMask ? (item + 2 < num_items ? block_start(item / 2 + 1) - row : 0)
@@ -225,17 +227,12 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
   return launch(forward_kernel<Config>, blocks, Config::kThreads, Config::kSharedBytes, context, arguments);
 }
 
-template <class Arithmetic, int kHeadDim, ForwardTile kTile>
-Status launch_forward_tile(const ForwardParams& params, const LaunchContext& context) {
-  return has_pair_options(params)
-             ? launch_forward<ForwardConfig<Arithmetic, kHeadDim, kTile, kAnyPairsUnstaged>>(params, context)
-             : launch_forward<ForwardConfig<Arithmetic, kHeadDim, kTile, kNoPairs>>(params, context);
-}
-
 template <class Arithmetic, int kHeadDim>
 Status forward(const ForwardParams& params, const LaunchContext& context) {
   constexpr ForwardTile kTile = forward_tile(sizeof(typename Arithmetic::Element), kHeadDim);
-  return launch_forward_tile<Arithmetic, kHeadDim, kTile>(params, context);
+  return has_pair_options(params)
+             ? launch_forward<ForwardConfig<Arithmetic, kHeadDim, kTile, kAnyPairsUnstaged>>(params, context)
+             : launch_forward<ForwardConfig<Arithmetic, kHeadDim, kTile, kNoPairs>>(params, context);
 }
 
 }  // namespace jax_flash::cuda::sm80

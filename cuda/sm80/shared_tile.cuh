@@ -79,6 +79,8 @@ class TileLoader {
   static_assert(kThreads % kChunks == 0 && Tile::kRows % kRowsAtOnce == 0);
 
  public:
+  static constexpr int kCopies = Tile::kRows / kRowsAtOnce;  // of a thread, for a tile
+
   // `rows` must outlive the loader. The first tile is head `head` of the rows from `row` on.
   __device__ __forceinline__ TileLoader(const HeadRows& rows, int64_t row, int head) : rows_(rows) {
     const int r = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
@@ -113,51 +115,49 @@ class TileLoader {
     }
   }
 
-  // Starts to copy a tile of keys in pages: those from `key` on, of head `head`. The rest as in load.
-  __device__ __forceinline__ void load_pages(Tile tile, const SequencePages& pages, int head, int key,
+  // Of the keys in pages, from `key` on, those that this thread copies: their rows in the pages, one after
+  // the other; -1 from key_limit on.
+  __device__ __forceinline__ static void find_rows(int32_t (&rows)[kCopies], const SequencePages& pages,
+                                                   int key, int key_limit) {
+    const int r = threadIdx.x / kChunks, size = pages.size();
+    const int pages_on = pages.index_of(kRowsAtOnce), rows_on = pages.row_of(kRowsAtOnce);
+    int index = pages.index_of(key + r), row = pages.row_of(key + r);
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      rows[i] = key + r + i * kRowsAtOnce < key_limit ? pages.page(index) * size + row : -1;
+      index += pages_on;
+      row += rows_on;
+      if (row >= size) {
+        row -= size;
+        ++index;
+      }
+    }
+  }
+
+  // Starts to copy a tile of these keys, of head `head`. The rest as in load.
+  __device__ __forceinline__ void load_pages(Tile tile, const int32_t (&rows)[kCopies],
+                                             const SequencePages& pages, int head, int key,
                                              int key_limit) const {
-    const int size = pages.size();
-    const int64_t page_stride = size * rows_.stride;
     if (rows_.copy_bytes != 16) {
       load_rows(rows_, tile, [&](int i) -> int64_t {
         if (key + i >= key_limit) return -1;
-        return pages.page(pages.index_of(key + i)) * page_stride + pages.row_of(key + i) * rows_.stride +
-               int64_t{head} * rows_.head_dim;
+        const int64_t row =
+            pages.page(pages.index_of(key + i)) * int64_t{pages.size()} + pages.row_of(key + i);
+        return row * rows_.stride + int64_t{head} * rows_.head_dim;
       });
       return;
     }
     const int r = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
-    const int valid_rows = chunk * kChunkElements < rows_.head_dim ? key_limit - key - r : 0;
+    const bool is_column = chunk * kChunkElements < rows_.head_dim;
     const uint32_t to = tile.base + r * Tile::kRowBytes;
     const Element* first =
         static_cast<const Element*>(rows_.data) + int64_t{head} * rows_.head_dim + chunk * kChunkElements;
-    const int pages_on = pages.index_of(kRowsAtOnce), rows_on = pages.row_of(kRowsAtOnce);
-    int index = pages.index_of(key + r), row = pages.row_of(key + r);
-    constexpr int kCopies = Tile::kRows / kRowsAtOnce, kAtOnce = kCopies < 8 ? kCopies : 8;
-    constexpr int kStep = kAtOnce * kRowsAtOnce;  // rows
-    static_assert(kCopies % kAtOnce == 0 && (kStep % 8 == 0 || kStep == Tile::kRows));
-#pragma unroll 1
-    for (int step = 0; step < Tile::kRows; step += kStep) {
-      // All reads of page_indices before the first copy, which waits for one of them.
-      const Element* from[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const bool is_valid = step + i * kRowsAtOnce < valid_rows;
-        from[i] = is_valid ? first + pages.page(index) * page_stride + row * rows_.stride : first;
-        index += pages_on;
-        row += rows_on;
-        if (row >= size) {
-          row -= size;
-          ++index;
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int tile_row = i * kRowsAtOnce;  // `step` leaves row % 8 as it is
-        ptx::copy_async<16>(
-            to + (step + tile_row) * Tile::kRowBytes + Tile::chunk_offset(r + tile_row, chunk), from[i],
-            step + tile_row < valid_rows);
-      }
+    for (int i = 0; i < kCopies; ++i) {
+      const int tile_row = i * kRowsAtOnce;
+      const bool is_valid = rows[i] >= 0 && is_column;
+      ptx::copy_async<16>(to + tile_row * Tile::kRowBytes + Tile::chunk_offset(r + tile_row, chunk),
+                          is_valid ? first + rows[i] * rows_.stride : first, is_valid);
     }
   }
 

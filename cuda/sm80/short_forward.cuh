@@ -11,7 +11,12 @@ namespace jax_flash::cuda::sm80 {
 
 template <class Arithmetic, int kHeadDim>
 Status short_forward(const ForwardParams& params, const LaunchContext& context) {
-  return launch_forward_tile<Arithmetic, kHeadDim, short_forward_tile(kHeadDim)>(params, context);
+  constexpr ForwardTile kGeneral = short_forward_tile(kHeadDim, true),
+                        kPlain = short_forward_tile(kHeadDim, false);
+  return has_pair_options(params)
+             ? launch_forward<ForwardConfig<Arithmetic, kHeadDim, kGeneral, kAnyPairsUnstaged>>(params,
+                                                                                                context)
+             : launch_forward<ForwardConfig<Arithmetic, kHeadDim, kPlain, kNoPairs>>(params, context);
 }
 
 }  // namespace jax_flash::cuda::sm80

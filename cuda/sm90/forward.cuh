@@ -895,8 +895,9 @@ Status forward(const ForwardParams& params, const LaunchContext& context) {
     return launch_forward<ForwardConfig<Arithmetic, kHeadDim, kGeneral, kPolicy>>(params, context);
   }
   if (params.num_key_parts > 1) {
-    using Split = ForwardConfig<Arithmetic, kHeadDim, kLong, kNoPairs, /*kIsSplit=*/true>;
-    return launch_forward<Split>(params, context);
+    constexpr ForwardTile kSplit = split_forward_tile(kHeadDim);
+    return launch_forward<ForwardConfig<Arithmetic, kHeadDim, kSplit, kNoPairs, /*kIsSplit=*/true>>(params,
+                                                                                                    context);
   }
   const bool use_long = context.forced_tile < 0
                             ? is_long(kHeadDim, most_keys(params), params.options.is_causal)
