@@ -571,7 +571,7 @@ def _num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions
     if _is_decoding(q, k, v):
         # A part writes 4 bytes for each row and column, so longer sequences have longer parts; but one sequence alone
         # must have parts for all multiprocessors of a GPU.
-        part = 256 if keys <= 4096 else 512 if keys <= 32768 else 1024
+        part = 256 if keys <= 4096 else 512 if keys < 8192 else 1024
         return -(-keys // part)
     # Hopper's tiles have up to 256 rows, so a few hundred queries are too few tiles. These parts are of all keys: a
     # window would leave most of them empty. They are long enough, and few enough, for what they write.

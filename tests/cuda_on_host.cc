@@ -204,14 +204,24 @@ void check_tiles() {
       EXPECT(tangent.block_m % (16 * tangent.warps) == 0, "%d, %d", bytes, head_dim);
     }
   }
+  for (int head_dim : {32, 64}) {
+    for (bool general : {false, true}) {
+      const sm80::ForwardTile tile = sm80::short_forward_tile(head_dim, general);
+      EXPECT(tile.block_m == sm80::kShortRows && tile.block_n == sm80::kShortRows, "%d", head_dim);
+      // Several blocks fit into the multiprocessor of an A100.
+      EXPECT((tile.block_m + tile.stages * tile.block_n) * head_dim * 2 * tile.blocks_per_sm <= 163 * 1024,
+             "%d", head_dim);
+    }
+  }
   for (int head_dim : {32, 64, 128, 256}) {
     // Lists of visible blocks have blocks of 64 keys.
     EXPECT(sm90::general_forward_tile(head_dim).block_n == 64, "%d", head_dim);
     for (int64_t keys : {64, 8191, 8192, 1 << 20}) {
       EXPECT(!sm90::is_long(head_dim, keys, false) || keys >= 8192, "%d", head_dim);
     }
-    for (bool is_long : {false, true}) {
-      const sm90::ForwardTile tile = sm90::forward_tile(head_dim, is_long);
+    for (const sm90::ForwardTile tile :
+         {sm90::forward_tile(head_dim, false), sm90::forward_tile(head_dim, true),
+          sm90::split_forward_tile(head_dim)}) {
       const int columns = tile.out_columns;
       EXPECT((64 * tile.consumers * tile.q_stages + 2 * tile.stages * tile.block_n) * head_dim * 2 +
                      64 * tile.consumers * columns * 2 <=

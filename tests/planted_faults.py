@@ -243,7 +243,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          "x = jnp.sum(x, -2, keepdims=True)", "x = x[..., :1, :]",
          "test_sharded_sequence.py::test_few_and_many_rows[1024-1S]"),
         ("all parts of the keys have the same size",
-         "part = 256 if keys <= 4096 else 512 if keys <= 32768 else 1024", "part = 256",
+         "part = 256 if keys <= 4096 else 512 if keys < 8192 else 1024", "part = 256",
          "test_dispatch.py::test_number_of_parts"),
         ("a window does not change the parts of the keys",
          "if min(options.reach) >= 0:", "if min(options.reach) > keys:",

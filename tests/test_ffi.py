@@ -135,9 +135,6 @@ BAD_FORWARD = {
     "pages of no keys": (
         PAGES | dict(replace={"k": ((2, 0, 3, 8), F32), "v": ((2, 0, 3, 16), F32)}), "pages must be at least one",
     ),
-    "too many keys in pages": (
-        PAGES | dict(replace={"k": ((2**20, 2**12, 0, 8), F32)}), "less than 2^31 keys in all",
-    ),
     "more pages of values": (PAGES | dict(replace={"v": ((3, 5, 3, 16), F32)}), "v must be float32 of shape"),
     "page indices of another batch": (
         PAGES | dict(replace={"pages": ((3, 4), I32)}), "page_indices must be int32 of shape",
