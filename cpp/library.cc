@@ -48,11 +48,8 @@ const WorkspaceRow kWorkspace[] = {
 };
 
 const Constant kConstants[] = {
-    {"kVisibilityBlock", kVisibilityBlock},
-    {"kDecodeQueries", kDecodeQueries},
-    {"kStatsRows", kStatsRows},
-    {"kFragmentRows", kFragmentRows},
-    {"kShortLength", kShortLength},
+    {"kVisibilityBlock", kVisibilityBlock}, {"kDecodeQueries", kDecodeQueries}, {"kStatsRows", kStatsRows},
+    {"kFragmentRows", kFragmentRows},       {"kShortLength", kShortLength},
 };
 
 Library describe() {
