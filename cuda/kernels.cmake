@@ -48,7 +48,7 @@ endforeach()
 
 # Short sequences: head dims up to 32 have half of the tile, which is mostly what there is to load.
 foreach(head_dim IN ITEMS 32 64)
-  if(64 IN_LIST JAX_FLASH_HEAD_DIMS)
+  if(head_dim IN_LIST JAX_FLASH_HEAD_DIMS)
     foreach(direction IN ITEMS short_forward short_backward short_backward_bias)
       jax_flash_kernels(${direction} sm80 "${all_16_bit}" ${head_dim})
     endforeach()
