@@ -127,12 +127,13 @@ Status try_kernels(Direction direction, const AttentionParams& params, const Con
   return Status::not_served();
 }
 
-// Do the kernels of short sequences come first?
+// Do the kernels of short sequences come first? They have no tile without queries or keys.
 bool is_short(const AttentionParams& params) {
-  return params.seqlen_q <= kShortLength && params.seqlen_kv <= kShortLength;
+  return 0 < params.seqlen_q && params.seqlen_q <= kShortLength && 0 < params.seqlen_kv &&
+         params.seqlen_kv <= kShortLength;
 }
 
-// The same, with a sentence if there is none.
+// Like try_kernels, with a sentence if no kernel does what is asked.
 std::string run_kernel(Direction direction, const AttentionParams& params, const Context& context) {
   const Status status = try_kernels(direction, params, context);
   if (status.is_served()) return describe(status.error());

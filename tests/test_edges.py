@@ -62,10 +62,12 @@ def test_empty(sizes, dtype, implementation, platform):
 
 @pytest.mark.parametrize("slopes", [False, True], ids=["bias", "slopes"])
 @pytest.mark.parametrize("implementation", quick.rows({"fused": None, "xla": "xla"}, quick=["fused"]))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("sizes", quick.rows(EMPTY, quick=["no queries", "no keys"]))
-def test_empty_with_arrays(sizes, implementation, slopes, platform):
+def test_empty_with_arrays(sizes, dtype, implementation, slopes, platform):
     b, t, s, n, k = sizes
-    args = random(b, t, n, 8), random(b, s, k, 8), random(b, s, k, 5)
+    dtype = DTYPES[dtype]
+    args = random(b, t, n, 8, dtype=dtype), random(b, s, k, 8, dtype=dtype), random(b, s, k, 5, dtype=dtype)
     options = dict(
         mask=np.ones((b, 1, t, s), bool),
         segment_ids=(np.zeros((b, t), np.int32), np.zeros((b, s), np.int32)),

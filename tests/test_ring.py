@@ -426,6 +426,33 @@ def test_an_axis_of_vmap(platform, highest):
     assert_close((out, vjp(shards[3])), want)
 
 
+@pytest.mark.parametrize(
+    "dtype", quick.rows({"bfloat16": "bfloat16", "float16": "float16"}, quick=["bfloat16"])
+)
+def test_chunks_of_short_sequences(dtype, platform):
+    """Out and lse, which are of all keys, go to kernels that see every key of their call at once."""
+    case = Case("chunks", seqlen_q=128, seqlen_kv=100, options=(("bias", Bias("BNTS")), ("is_causal", True)))
+    q, k, v, *cotangents = case.inputs(DTYPES[dtype])
+    bias = case.operands(DTYPES[dtype])["bias"]
+
+    def halves(x, axis=1):
+        return jnp.stack(jnp.split(x, 2, axis))
+
+    def whole(x, axis=1):
+        return jnp.concatenate([*x], axis)
+
+    def ring(q, k, v, bias):
+        options = dict(axis_name="sequence", is_causal=True, return_residual=True)
+        return jax_flash.ring_attention(q, k, v, bias, **options)
+
+    f = jax.vmap(ring, axis_name="sequence")
+    (out, lse), vjp = jax.vjp(f, *map(halves, (q, k, v)), halves(bias, axis=2))
+    dq, dk, dv, dbias = vjp(tuple(map(halves, cotangents)))
+    got = oracle.Result(*map(np.asarray, map(whole, (out, lse, dq, dk, dv))))
+    harness.check(got, case, dtype, dtype, is_rounded=True)
+    harness.check_operands({"bias": np.asarray(whole(dbias, axis=2))}, case, dtype, dtype)
+
+
 @pytest.mark.exhaustive
 def test_scan_checkpoint_and_vmap(platform, highest):
     mesh = mesh_of(2)

@@ -116,7 +116,7 @@ Status launch_short_backward(const BackwardParams& params, const LaunchContext& 
 
 template <class Arithmetic, int kHeadDim>
 Status short_backward(const BackwardParams& params, const LaunchContext& context) {
-  // Python has found that heads must share a key head's work, to keep the card busy.
+  // Python has divided the query heads of a key head over several blocks, to keep the card busy.
   if (params.dk_parts) return Status::not_served();
   return has_pair_options(params)
              ? launch_short_backward<Arithmetic, kHeadDim, kAnyPairsUnstaged>(params, context)

@@ -4,8 +4,6 @@
 // A block walks the batch elements and heads that share a sum; while it works on one, the next one loads.
 #pragma once
 
-#include <algorithm>
-
 #include "bias_sums.cuh"
 #include "sm80/short_gradients.cuh"
 
@@ -19,8 +17,9 @@ template <class Arithmetic, int kHeadDim>
 struct ShortBackwardBiasConfig : ShortGradientsConfig<Arithmetic, kHeadDim, kAnyPairsUnstaged> {
   using Base = ShortGradientsConfig<Arithmetic, kHeadDim, kAnyPairsUnstaged>;
   static constexpr int kStageBytes = 4 * Base::Tile::kBytes;
-  // Sums that are to be added up further take the place of the tiles, at the end.
-  static constexpr int kSharedBytes = std::max(2 * kStageBytes, Base::kRows* Base::kRows * 4);
+  static constexpr int kSharedBytes = 2 * kStageBytes;
+  static_assert(kSharedBytes >= Base::kRows * Base::kRows * 4,
+                "at the end, sums that are to be added up further take the place of the tiles");
 };
 
 template <class Config>

@@ -1,9 +1,7 @@
 // The gradients of short sequences, with mma.sync and cp.async: what both of their kernels do. A block of
-// threads has all queries and all keys of a head, so it knows whole rows of p and of dp = dout v^T, and with
-// them
-//   delta = rowsum(p dp) - dlse,
-// which is rowsum(dout out) - dlse (Dao et al., arXiv:2205.14135, equation 4). No kernel runs before, out is
-// not read, and sums over keys need no memory.
+// threads has all queries and all keys of a head, so sums over keys need no memory, and no kernel runs
+// before: a warp computes delta = rowsum(dout out) - dlse of its rows. (rowsum(p dp) would not do: out and
+// lse may be those of more keys than the call has, as in ring attention.)
 #pragma once
 
 #include <cmath>
@@ -26,7 +24,8 @@ struct ShortGradientsArguments {
   BackwardParams params;
   LogitScale logit;
   PairOptions pairs;
-  HeadRows q, k, v, dout;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv], [B * T, N, Hv]
+  HeadRows q, k, v;    // [B * T, N, H], [B * S, K, H], [B * S, K, Hv]
+  HeadRows dout, out;  // [B * T, N, Hv]
 };
 
 template <class Element>
@@ -37,7 +36,8 @@ ShortGradientsArguments short_gradients_arguments(const BackwardParams& params) 
           head_rows<Element>(params.q, params.num_heads, params.head_dim),
           head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
           head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
-          head_rows<Element>(params.dout, params.num_heads, params.head_dim_v)};
+          head_rows<Element>(params.dout, params.num_heads, params.head_dim_v),
+          head_rows<Element>(params.out, params.num_heads, params.head_dim_v)};
 }
 
 template <class Arithmetic_, int kHeadDim_, PairPolicy kPolicy_>
@@ -60,6 +60,66 @@ __device__ __forceinline__ void load_short_rows(const HeadRows& first, const Hea
   Loader(first, row0, head).load(Tile{shared}, 0, length);
   Loader(second, row0, head).load(Tile{shared + Tile::kBytes}, 0, length);
 }
+
+// A quad's part of the rows of out whose dot products with dout are wanted: of each row 16 bytes of four
+// chunks.
+template <class Config>
+class ShortOutRows {
+  using Element = typename Config::Element;
+  using Tile = typename Config::Tile;
+  static constexpr int kChunkElements = 16 / sizeof(Element), kChunks = Config::kHeadDim / kChunkElements / 4;
+
+ public:
+  // `rows`: out as [B * T, N, Hv]. Begins to read the rows of sequence row `row0` and up to `length`.
+  __device__ __forceinline__ ShortOutRows(const HeadRows& rows, int64_t sequence_row0, int head, int row0,
+                                          int length) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = row0 + accumulator_row(0, h);
+      const Element* from = static_cast<const Element*>(rows.data) + (sequence_row0 + row) * rows.stride +
+                            int64_t{head} * rows.head_dim;
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        const int column = kChunkElements * chunk(i), count = row < length ? rows.head_dim - column : 0;
+        uint32_t (&words)[4] = out_[h][i];
+        if (rows.copy_bytes == 16) {
+          const uint4 x = count > 0 ? *reinterpret_cast<const uint4*>(from + column) : uint4{};
+          words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+        } else {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const uint16_t* halves = reinterpret_cast<const uint16_t*>(from + column) + 2 * j;
+            words[j] = 2 * j < count ? halves[0] : 0;
+            if (2 * j + 1 < count) words[j] |= uint32_t{halves[1]} << 16;
+          }
+        }
+      }
+    }
+  }
+
+  // The dot product of row h with that of dout, whose columns beyond the head dim are zeros.
+  __device__ __forceinline__ float dot(int h, Tile dout, int row0) const {
+    const int row = row0 + accumulator_row(0, h);
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      uint32_t words[4];
+      ptx::load_shared_x4(words, dout.base + row * Tile::kRowBytes + Tile::chunk_offset(row, chunk(i)));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 x = unpack<typename Config::Arithmetic>(out_[h][i][j]),
+                     y = unpack<typename Config::Arithmetic>(words[j]);
+        sum = fmaf(x.x, y.x, fmaf(x.y, y.y, sum));
+      }
+    }
+    return row_sum(sum);
+  }
+
+ private:
+  __device__ __forceinline__ static int chunk(int i) { return lane_id() % 4 + 4 * i; }
+
+  uint32_t out_[2][kChunks][4];
+};
 
 // Of a warp's 16 queries, from `row0` on, and all keys: the gradient of the logits, without the scale. Calls
 // use(probabilities) with what the queries weigh the values by, before the scaling by kept_factor.
@@ -84,6 +144,7 @@ __device__ __forceinline__ void short_score_gradients(const ShortGradientsArgume
     lse_log2[mt][h] = lse == -INFINITY ? INFINITY : lse * kLog2e;
     delta[mt][h] = params.dlse && fabsf(lse) < INFINITY ? -static_cast<const float*>(params.dlse)[index] : 0;
   });
+  const ShortOutRows<Config> out(arguments.out, int64_t{batch} * params.seqlen_q, head, row0, mask.q_length);
 
   // ---- q k^T and dp = dout v^T ----
   float p[1][kNTiles][4];
@@ -93,6 +154,11 @@ __device__ __forceinline__ void short_score_gradients(const ShortGradientsArgume
                                    KMajorB<Arithmetic, Tile>(Tile{k_and_v}, 0));
   multiply_add<Arithmetic, kSteps>(ds, KMajorA<Arithmetic, Tile, 1>(Tile{q_and_dout + Tile::kBytes}, row0),
                                    KMajorB<Arithmetic, Tile>(Tile{k_and_v + Tile::kBytes}, 0));
+
+  for_each_accumulator_row(delta, [&](int mt, int h) {
+    const float dot = out.dot(h, Tile{q_and_dout + Tile::kBytes}, row0);
+    if (lse_log2[mt][h] != INFINITY) delta[mt][h] += dot;
+  });
 
   // ---- p = exp(q k^T - lse) ----
   if constexpr (kMayHaveOthers) {
@@ -120,11 +186,6 @@ __device__ __forceinline__ void short_score_gradients(const ShortGradientsArgume
   hide(ds);
   recompute_probabilities(p, arguments.logit, lse_log2, [&](auto& probabilities) {
     hide(probabilities);
-    float sum[1][2] = {};
-    for_each_accumulator(ds, [&](int mt, int h, int nt, int c) {
-      sum[mt][h] = fmaf(probabilities[mt][nt][2 * h + c], ds[mt][nt][2 * h + c], sum[mt][h]);
-    });
-    for_each_accumulator_row(delta, [&](int mt, int h) { delta[mt][h] += row_sum(sum[mt][h]); });
     if (kMayHaveOthers && pairs.has_dropout()) {
       float kept_probabilities[1][kNTiles][4];
       for_each_accumulator(ds, [&](int mt, int h, int nt, int c) {
