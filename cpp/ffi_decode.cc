@@ -222,6 +222,17 @@ VisibilityWorkspace VisibilityOf(const Workspace& workspace, const PairArray& ma
           .of_keys = BitsOf(workspace.mask_bits_of_keys, mask.row_stride != 0)};
 }
 
+PlaneWorkspace PlanesOf(const Workspace& workspace) {
+  const Dims& dims = workspace.plane_scales.dims;
+  if (dims.empty() || dims[0] == 0) return {};
+  return {.scales = workspace.plane_scales.data,
+          .q = workspace.q_plane.data,
+          .k = workspace.k_plane.data,
+          .v = workspace.v_plane.data,
+          .dout = workspace.dout_plane.data,
+          .rows = workspace.plane_rows.data};
+}
+
 // What every call begins with: options, the names of its operands, and q, k and v.
 ffi::Error ReadStart(CallReader& call, ffi::Dictionary attributes, Pass pass, std::string_view* operands,
                      ffi::DataType* dtype, AttentionParams* params) {
@@ -251,6 +262,7 @@ ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi:
   Workspace workspace;
   RETURN_IF_ERROR(TakeWorkspace(call, Pass::kForward, *params, /*num_directions=*/1, &workspace));
   params->tile_counter = workspace.tile_counter.data;
+  params->planes = PlanesOf(workspace);
   params->num_key_parts = workspace.key_parts.dims.empty() ? 0 : workspace.key_parts.dims[0];
   params->key_parts = workspace.key_parts.data;
   params->visible = VisibilityOf(workspace, params->mask);
@@ -312,11 +324,14 @@ ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi
   Workspace workspace;
   RETURN_IF_ERROR(TakeWorkspace(call, pass, *params, /*num_directions=*/1, &workspace));
   params->tile_counter = workspace.tile_counter.data;
+  params->planes = PlanesOf(workspace);
   params->visible = VisibilityOf(workspace, params->mask);
   params->delta = workspace.delta.data;
   params->lse_log2 = workspace.lse_log2.data;
   params->leaves_dq = params->options.deterministic || workspace.leaves_dq;
-  params->dq_accum = workspace.leaves_dq ? nullptr : workspace.dq_accum.data;
+  params->dq_accum = params->planes        ? workspace.plane_dq.data
+                     : workspace.leaves_dq ? nullptr
+                                           : workspace.dq_accum.data;
   const Dims& parts = workspace.dk_parts.dims;
   const bool has_parts = !parts.empty() && parts[1] != 0 && workspace.dv_parts.dims[1] == parts[1];
   params->dk_parts = has_parts ? workspace.dk_parts.data : nullptr;
@@ -357,6 +372,7 @@ ffi::Error ReadBackwardTangent(ffi::RemainingArgs args, ffi::RemainingRets resul
   Workspace workspace;
   RETURN_IF_ERROR(TakeWorkspace(call, Pass::kBackwardTangent, *params, D, &workspace));
   params->tile_counter = nullptr;
+  params->planes = {};
   params->visible = VisibilityOf(workspace, params->mask);
   params->delta = workspace.delta.data;
   params->lse_log2 = workspace.lse_log2.data;

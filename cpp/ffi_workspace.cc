@@ -21,6 +21,7 @@ ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& par
   const bool is_backward_tangent = pass == Pass::kBackwardTangent;
   const bool is_gradient = is_backward || pass == Pass::kBackwardBias || is_backward_tangent;
   const bool is_16_bit = params.dtype == DType::kFloat16 || params.dtype == DType::kBFloat16;
+  const bool may_have_planes = kHasPlanes && params.dtype == DType::kFloat32 && (is_forward || is_backward);
   const bool is_deterministic = params.options.deterministic;
   const bool has_mask = !!params.mask, has_segments = params.has_segments();
   const int64_t B = params.batch, N = params.num_heads, K = params.num_kv_heads;
@@ -32,7 +33,13 @@ ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& par
   const auto ceil_div = [](int64_t size, int64_t unit) { return (size + unit - 1) / unit; };
   const auto round_up = [&](int64_t size, int64_t unit) { return ceil_div(size, unit) * unit; };
   const auto blocks = NumBlocks;
-  // Python decides about these three. The array is the next result when the table asks.
+  // Python decides about these. The array is the next result when the table asks first.
+  int64_t planes = -1;
+  const auto num_planes = [&] {
+    const Dims dims = call.PeekResultDims();
+    if (planes < 0) planes = dims.size() == 4 && dims[0] != 0;
+    return planes;
+  };
   const auto num_key_parts = [&] {
     const Dims dims = call.PeekResultDims();
     return dims.empty() ? 0 : dims[0];

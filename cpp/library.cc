@@ -48,8 +48,13 @@ const WorkspaceRow kWorkspace[] = {
 };
 
 const Constant kConstants[] = {
-    {"kVisibilityBlock", kVisibilityBlock}, {"kDecodeQueries", kDecodeQueries}, {"kStatsRows", kStatsRows},
-    {"kFragmentRows", kFragmentRows},       {"kShortLength", kShortLength},
+    {"kVisibilityBlock", kVisibilityBlock},
+    {"kDecodeQueries", kDecodeQueries},
+    {"kStatsRows", kStatsRows},
+    {"kFragmentRows", kFragmentRows},
+    {"kShortLength", kShortLength},
+    {"kPlaneScales", kPlaneScales},
+    {"kHasPlanes", kHasPlanes},
 };
 
 Library describe() {

@@ -81,6 +81,26 @@ struct VisibilityWorkspace {
   } of_queries, of_keys;
 };
 
+// Workspace of Hopper's kernels for float32: inputs as scaled float16, and what scales them
+// (cuda/planes.cuh). All null where those kernels do not run. workspace.def has the shapes.
+struct PlaneWorkspace {
+  int32_t* scales;
+  uint16_t *q, *k, *v, *dout;
+  float* rows;
+
+  JAX_FLASH_INLINE explicit operator bool() const { return scales != nullptr; }
+};
+
+// Were the kernels for planes compiled?
+#ifdef JAX_FLASH_PLANES
+inline constexpr bool kHasPlanes = true;
+#else
+inline constexpr bool kHasPlanes = false;
+#endif
+
+// Exponents and bounds of a key head in PlaneWorkspace::scales, before the largest magnitudes of its columns.
+inline constexpr int64_t kPlaneScales = 8;
+
 struct AttentionParams {
   DType dtype;  // of q, k, v, out and their gradients
   int64_t batch;
@@ -110,7 +130,8 @@ struct AttentionParams {
 
   // Workspace of the CUDA kernels: workspace.def has the shapes.
   VisibilityWorkspace visible;
-  int32_t* tile_counter;  // persistent blocks draw tiles from it; null except for 16-bit dtypes
+  int32_t* tile_counter;  // persistent blocks draw tiles from it; null except for 16-bit dtypes and planes
+  PlaneWorkspace planes;
 
   // The page that an element of page_indices names: a wrong one does no harm.
   JAX_FLASH_INLINE int32_t page(int32_t index) const {

@@ -32,9 +32,24 @@ if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
   endforeach()
 endif()
 
-# Tiles of 32, 96 and 192 columns would save little over those of 64, 128 and 256, and take a minute to compile.
+# float32 as scaled float16 (planes.cuh), at the precision of TF32.
+if(JAX_FLASH_PLANES AND 90 IN_LIST JAX_FLASH_CUDA_ARCHS)
+  foreach(head_dim IN LISTS JAX_FLASH_HEAD_DIMS)
+    if(head_dim MATCHES "^(32|64|96|128|192|256)$")
+      foreach(direction IN ITEMS forward backward backward_dq)
+        jax_flash_kernels(${direction} sm90 tf32 ${head_dim})
+      endforeach()
+    endif()
+  endforeach()
+endif()
+
+# Not of 32, 96 and 192 columns, which would take a minute more: such calls run on the kernels of 64, 128 and 256.
 set(sm80_head_dims ${JAX_FLASH_HEAD_DIMS})
 list(REMOVE_ITEM sm80_head_dims 32 96 192)
+if(NOT sm80_head_dims)
+  message(FATAL_ERROR "JAX_FLASH_HEAD_DIMS must have 64, 128 or 256, for which there are portable kernels, got "
+                      "\"${JAX_FLASH_HEAD_DIMS}\".")
+endif()
 foreach(head_dim IN LISTS sm80_head_dims)
   foreach(arithmetics IN ITEMS all_16_bit all_float32)
     foreach(direction IN ITEMS forward decode backward backward_dq tangent backward_tangent)
@@ -46,7 +61,7 @@ foreach(head_dim IN LISTS sm80_head_dims)
   endforeach()
 endforeach()
 
-# Short sequences: head dims up to 32 have half of the tile, which is mostly what there is to load.
+# Short sequences. A tile of 32 columns has half of the bytes, which is most of the work.
 foreach(head_dim IN ITEMS 32 64)
   if(head_dim IN_LIST JAX_FLASH_HEAD_DIMS)
     foreach(direction IN ITEMS short_forward short_backward short_backward_bias)
@@ -56,10 +71,8 @@ foreach(head_dim IN ITEMS 32 64)
 endforeach()
 
 # This kernel takes the head dim in pieces: one serves every head dim.
-if(sm80_head_dims)
-  list(SORT sm80_head_dims COMPARE NATURAL)
-  list(GET sm80_head_dims -1 largest_head_dim)
-  foreach(arithmetics IN ITEMS all_16_bit all_float32)
-    jax_flash_kernels(backward_bias sm80 "${${arithmetics}}" ${largest_head_dim})
-  endforeach()
-endif()
+list(SORT sm80_head_dims COMPARE NATURAL)
+list(GET sm80_head_dims -1 largest_head_dim)
+foreach(arithmetics IN ITEMS all_16_bit all_float32)
+  jax_flash_kernels(backward_bias sm80 "${${arithmetics}}" ${largest_head_dim})
+endforeach()

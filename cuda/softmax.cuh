@@ -53,6 +53,16 @@ struct LogitScale {
       scale_log2 = 1;
     }
   }
+
+  // The same for scores that are to be multiplied by 2^exponent first.
+  __device__ __forceinline__ LogitScale times_power(int exponent) const {
+    LogitScale scaled = *this;
+    // A masked score must stay -inf, and one of 0 must stay 0.
+    const auto times = [&](float x) { return fminf(ldexpf(x, exponent), FLT_MAX); };
+    scaled.scale_log2 = transform == kNone ? fmaxf(times(scale_log2), FLT_MIN) : scale_log2;
+    scaled.multiplier = transform == kNone ? multiplier : times(multiplier);
+    return scaled;
+  }
 };
 
 // tanh(x / cap) = 1 - 2 / (exp(2 x / cap) + 1), with an absolute error of 2e-7 and exact at infinity. The
@@ -103,14 +113,17 @@ __device__ __forceinline__ RowEnd finish_row(float max_log2, float sum, float si
 }
 
 // The running maximum and sum of each row of which a lane holds a part.
-template <int kMTiles>
+//
+// kHeadroom: probabilities are relative to the maximum less this. In a 16-bit type of a narrow range that
+// leaves room for small ones.
+template <int kMTiles, int kHeadroom = 0>
 struct OnlineSoftmax {
-  // A new maximum is adopted only if it exceeds the old one by more than this: until then probabilities up to
+  // A new maximum is adopted only if it exceeds the old one by more than 8: until then probabilities up to
   // 2^8 are summed against the old one, which is as exact, and out need not be rescaled (FlashAttention-4's
   // conditional rescale).
-  static constexpr float kRescaleThreshold = 8;
+  static constexpr float kRescaleThreshold = 8 + kHeadroom;
 
-  float max_log2[kMTiles][2];  // of scale_log2 * score; -inf before the first visible key
+  float max_log2[kMTiles][2];  // of scale_log2 * score, less kHeadroom; -inf before the first visible key
   float sum[kMTiles][2];       // this lane's columns only, until finish()
   bool is_low;                 // is any maximum of the warp below -kRescaleThreshold?
 
@@ -168,7 +181,7 @@ struct OnlineSoftmax {
         row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffff, row_max, 1));
         row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffff, row_max, 2));
         // scale_log2 may be 0, and 0 * -inf is NaN.
-        const float new_max = row_max == -INFINITY ? -INFINITY : row_max * scale_log2;
+        const float new_max = row_max == -INFINITY ? -INFINITY : row_max * scale_log2 - kHeadroom;
         factor[mt][h] = 1;
         if (!(new_max > max_log2[mt][h])) continue;
         // exp2(-inf) = 0 before the first visible key, when sum and out are 0.

@@ -525,6 +525,23 @@ def _workspace_avals(call: _Pass, avals, *, operands: tuple[str, ...], options: 
     q, (k, v) = named["q"], _whole_keys(named)
     batch, seqlen_q, num_heads, head_dim = _fold(q, "q").shape
     mask_shape = _fold(named["mask"], "mask").shape if "mask" in named else (1, 1, 1, 1)
+
+    may_have_planes = (
+        bool(_library.constants()["kHasPlanes"])
+        and q.dtype == jnp.float32
+        and call in (*_FORWARDS, _BACKWARD)
+    )
+
+    def num_planes() -> int:
+        return _num_planes(call, q, k, v, options)
+
+    @functools.cache
+    def num_head_parts() -> int:
+        if q.dtype.itemsize > 2 and not num_planes():
+            return 0
+        folded = (_fold(x, name) for x, name in zip((q, k, v), "qkv", strict=True))
+        return _num_head_parts(*folded, options.is_causal)
+
     return _workspace.arrays(
         _workspace.Call(
             is_forward=call in _FORWARDS,
@@ -532,12 +549,14 @@ def _workspace_avals(call: _Pass, avals, *, operands: tuple[str, ...], options: 
             is_backward=call is _BACKWARD,
             is_backward_tangent=call is _BACKWARD_TANGENT,
             is_16_bit=q.dtype.itemsize == 2,
+            may_have_planes=may_have_planes,
             is_deterministic=options.deterministic,
             has_mask="mask" in named,
             has_segments="query_segment_ids" in named,
             D=next((x.shape[0] for name, x in named.items() if is_directed(name)), 1),
             B=batch,
             N=num_heads,
+            K=k.shape[-2],
             T=seqlen_q,
             S=k.shape[-3],
             H=head_dim,
@@ -546,13 +565,25 @@ def _workspace_avals(call: _Pass, avals, *, operands: tuple[str, ...], options: 
             N_mask=mask_shape[1],
             T_mask=mask_shape[2],
             S_mask=mask_shape[3],
+            num_planes=num_planes,
             num_key_parts=lambda: _num_key_parts(q, k, v, operands, options),
-            sums_dq=lambda: _sums_dq(q, k, v),
-            num_head_parts=lambda: _num_head_parts(
-                *(_fold(x, name) for x, name in zip((q, k, v), "qkv", strict=True)), options.is_causal
-            ),
+            sums_dq=lambda: _sums_dq(q, k, v, num_head_parts()),
+            num_head_parts=num_head_parts,
         )
     )
+
+
+def _num_planes(call: _Pass, q, k, v, options: AttentionOptions) -> int:
+    """Whether Hopper's kernels compute float32 as scaled float16 (cuda/planes.cuh): 1 or 0.
+
+    Making the planes would take longer than a short call.
+    """
+    direction = {_FORWARD: "forward", _BACKWARD: "backward"}.get(call)
+    if direction is None or q.dtype != jnp.float32 or options.precision:
+        return 0
+    shortest = _library.constants()["kShortLength"] + 1
+    is_long = all(isinstance(x.shape[-3], int) and x.shape[-3] >= shortest for x in (q, k))
+    return int(is_long and _hopper_head_dim(direction, q, v) > 0)
 
 
 def _num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions) -> int:
@@ -575,7 +606,7 @@ def _num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions
         return -(-keys // part)
     # Hopper's tiles have up to 256 rows, so a few hundred queries are too few tiles. These parts are of all keys: a
     # window would leave most of them empty. They are long enough, and few enough, for what they write.
-    has_kernel = _hopper_head_dim("forward", q, v) > 0
+    has_kernel = q.dtype.itemsize == 2 and _hopper_head_dim("forward", q, v) > 0
     is_general = options.logits_soft_cap > 0 or options.scale <= 0 or not _PAIR_OPERANDS.isdisjoint(operands)
     if not has_kernel or is_general or keys < seqlen_kv or seqlen_q > 1024 or seqlen_kv < 16 * seqlen_q:
         return 0
@@ -593,16 +624,20 @@ def _is_decoding(q, k, v) -> bool:
     return head_dim > 0 and is_short and seqlen_q * (num_heads // num_kv_heads) <= most_rows
 
 
-def _sums_dq(q, k, v) -> bool:
+def _sums_dq(q, k, v, num_head_parts: int) -> bool:
     """Whether the backward kernel sums 16-bit dq in memory.
 
-    The kernel for short sequences has no need to. Hopper's kernels above head dim 128 leave dq to another kernel, which
-    is faster. Where the program runs on other GPUs than it was lowered for, their kernels do so too without that
-    memory, at some cost in speed.
+    The kernel for short sequences, which does not divide query heads into parts, has no need to. Hopper's kernels above
+    head dim 128 leave dq to another kernel, which is faster. Where the program runs on other GPUs than it was lowered
+    for, their kernels do so too without that memory, at some cost in speed.
     """
     longest = _library.constants()["kShortLength"]
     is_short = all(isinstance(x.shape[-3], int) and x.shape[-3] <= longest for x in (q, k))
-    if is_short and _kernel_head_dim("short_backward sm80", q.dtype, max(q.shape[-1], v.shape[-1])):
+    if (
+        is_short
+        and not num_head_parts
+        and _kernel_head_dim("short_backward sm80", q.dtype, max(q.shape[-1], v.shape[-1]))
+    ):
         return False
     head_dim = _hopper_head_dim("backward", q, v)
     return not head_dim or head_dim <= 128

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from . import _library
 
-_DTYPES = {"S32": jnp.int32, "F32": jnp.float32, "U8": jnp.uint8, "U32": jnp.uint32}
+_DTYPES = {"S32": jnp.int32, "F32": jnp.float32, "U8": jnp.uint8, "U16": jnp.uint16, "U32": jnp.uint32}
 
 
 class Call(NamedTuple):
@@ -27,12 +27,14 @@ class Call(NamedTuple):
     is_backward: bool
     is_backward_tangent: bool
     is_16_bit: bool
+    may_have_planes: bool
     is_deterministic: bool
     has_mask: bool
     has_segments: bool
     D: Any
     B: Any
     N: Any
+    K: Any
     T: Any
     S: Any
     H: Any
@@ -41,6 +43,7 @@ class Call(NamedTuple):
     N_mask: Any
     T_mask: Any
     S_mask: Any
+    num_planes: Callable[[], int]
     num_key_parts: Callable[[], int]
     sums_dq: Callable[[], bool]
     num_head_parts: Callable[[], int]

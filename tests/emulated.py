@@ -22,7 +22,7 @@ import types
 
 import jax
 
-from jax_flash import _blocked, _ffi, _primitives
+from jax_flash import _blocked, _ffi, _library, _primitives
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EMULATOR = ROOT / "tests" / "emulator"
@@ -33,7 +33,7 @@ _FLAGS = (
     *("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"),
     "-Wno-missing-field-initializers",
     "-Wno-psabi",
-    *("-include", "emulator.h"),
+    *("-include", "emulator.h", "-DJAX_FLASH_PLANES"),
 )
 
 
@@ -46,6 +46,7 @@ def listed_kernels() -> list[tuple[str, str, str, int]]:
     script = (
         "cmake_minimum_required(VERSION 3.24)\n"
         "set(JAX_FLASH_CUDA_ARCHS 80 90)\n"
+        "set(JAX_FLASH_PLANES ON)\n"
         "function(jax_flash_kernels direction arch arithmetics head_dim)\n"
         "  foreach(arithmetic IN LISTS arithmetics)\n"
         '    message(STATUS "${direction};${arch};${arithmetic};${head_dim}")\n'
@@ -117,7 +118,7 @@ def _compile(files: dict[str, str], folder: pathlib.Path) -> pathlib.Path:
         (folder / name).write_text(text)
     includes = [f"-I{folder / name}" for name in ("include", "cuda", "cpp", ".")]
     units = [name for name in files if "/" not in name and name.endswith(".cc")]
-    units += ["cuda/dispatch.cu", "cuda/visibility.cu"]
+    units += ["cuda/dispatch.cu", "cuda/planes.cu", "cuda/visibility.cu"]
     units += [f"cpp/ffi_{name}.cc" for name in ("call", "decode", "workspace")]
 
     def compile_unit(name: str) -> pathlib.Path:
@@ -145,6 +146,8 @@ def install() -> None:
     kernels = [" ".join(map(str, row)) for row in listed_kernels()]
     gpu = types.SimpleNamespace(device_kind="emulated", compute_capability=f"{capability[0]}.{capability[1]}")
     _ffi.local_gpus = lambda: [gpu]
+    constants = _library.constants
+    _library.constants = lambda: constants() | {"kHasPlanes": 1}
     build_info = _ffi.build_info
     _ffi.build_info = lambda: build_info() | {"kernels": kernels}
     lower_ffi = _primitives._lower_ffi

@@ -18,7 +18,7 @@ from closeness import assert_close
 from jax.sharding import Mesh
 
 import jax_flash
-from jax_flash import _dropout
+from jax_flash import _dropout, _ffi
 
 LIBRARY = pathlib.Path(importlib.metadata.distribution("jax_flash").locate_file("jax_flash/libjax_flash.so"))
 
@@ -134,6 +134,13 @@ def cuda_settings(
         yield
     finally:
         jax_flash._library.set_test_settings()
+
+
+def has_planes() -> bool:
+    """Whether float32 at the default precision runs as planes (cuda/planes.cuh) on a GPU."""
+    gpus = _ffi.local_gpus()
+    is_built = any(" sm90 tf32 " in name for name in _ffi.build_info()["kernels"])
+    return bool(is_built and gpus and all(gpu.compute_capability == "9.0" for gpu in gpus))
 
 
 def x64(dtype: str):

@@ -80,7 +80,7 @@ def test_room_for_sums_of_dq(capabilities, head_dim, head_dim_v, dtype, sums, mo
     kernels += ["forward sm90 bfloat16 256", "backward sm80 tf32 256", "backward_dq sm90 bfloat16 256"]
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
     q, v = (jax.core.ShapedArray((2, 100, 4, size), jnp.dtype(dtype)) for size in (head_dim, head_dim_v))
-    assert _primitives._sums_dq(q, q, v) == sums
+    assert _primitives._sums_dq(q, q, v, num_head_parts=0) == sums
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,8 @@ def test_room_for_sums_of_dq_of_short_sequences(lengths, head_dims, dtype, sums,
     T, S = (export.symbolic_shape(x)[0] if isinstance(x, str) else x for x in lengths)
     sizes = zip((T, S, S), (head_dims[0], *head_dims), strict=True)
     q, k, v = (jax.core.ShapedArray((2, length, 4, size), jnp.dtype(dtype)) for length, size in sizes)
-    assert _primitives._sums_dq(q, k, v) == sums
+    assert _primitives._sums_dq(q, k, v, num_head_parts=0) == sums
+    assert _primitives._sums_dq(q, k, v, num_head_parts=8)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +206,43 @@ def test_every_kernel_of_second_order_can_run(monkeypatch):
         dtype = jnp.dtype("float32" if arithmetic.startswith("tf32") else arithmetic)
         q = jax.core.ShapedArray((2, 100, 4, head_dim), dtype)
         assert _primitives._backward_tangent_fits(q, q, q), (arithmetic, head_dim)
+
+
+@pytest.mark.parametrize(
+    ("call", "planes"),
+    [
+        (dict(), (1, 1)),
+        (dict(h=128, hv=96), (1, 1)),
+        (dict(h=256), (1, 0)),  # this build has no such gradient
+        (dict(h=36), (0, 0)),
+        (dict(t=64), (0, 0)),
+        (dict(s=64), (0, 0)),
+        (dict(t=export.symbolic_shape("t")[0]), (0, 0)),  # may be short
+        (dict(precision="highest"), (0, 0)),
+        (dict(precision="high"), (0, 0)),
+        (dict(dtype="bfloat16"), (0, 0)),
+    ],
+    ids=str,
+)
+def test_float32_as_planes(call, planes, monkeypatch):
+    """Where Hopper's kernels for float32 are certain to run, forward and backward."""
+
+    def num_planes(p, t=100, s=100, h=64, hv=64, dtype="float32", **options):
+        q, k, v = (
+            jax.core.ShapedArray(shape, jnp.dtype(dtype)) for shape in ((t, 4, h), (s, 2, h), (s, 2, hv))
+        )
+        return _primitives._num_planes(p, q, k, v, AttentionOptions.resolve(h, **options))
+
+    passes = _primitives._FORWARD, _primitives._BACKWARD
+    kernels = [f"{direction} sm90 tf32 {size}" for direction in ("forward", "backward") for size in (64, 128)]
+    kernels += ["forward sm90 tf32 256", "forward sm90 bfloat16 128", "backward sm90 bfloat16 128"]
+    monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
+    set_local_gpus(monkeypatch, "9.0")
+    assert tuple(num_planes(p, **call) for p in passes) == planes
+    assert num_planes(_primitives._PAGED_FORWARD) == 0
+    for capabilities in (["8.0"], ["9.0", "8.0"], []):
+        set_local_gpus(monkeypatch, *capabilities)
+        assert [num_planes(p) for p in passes] == [0, 0]
 
 
 DECODE = [

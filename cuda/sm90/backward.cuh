@@ -88,6 +88,7 @@
 #include "mask.cuh"
 #include "pairs.cuh"
 #include "params.h"
+#include "planes.cuh"
 #include "ptx/barrier.h"
 #include "ptx/memory.h"
 #include "ptx/tensor_copy.h"
@@ -164,7 +165,9 @@ struct BackwardArguments {
 
 template <class Arithmetic_, int kHeadDim_, PairPolicy kPolicy_, bool kWithDq_>
 struct BackwardConfig {
-  using Arithmetic = Arithmetic_;
+  // float32 comes as planes; dk and dv leave the registers as float32.
+  static constexpr bool kPlanes = !kIs16Bit<Arithmetic_>;
+  using Arithmetic = std::conditional_t<kPlanes, float16, Arithmetic_>;  // of the products
   using Element = typename Arithmetic::Element;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr PairPolicy kPolicy = kPolicy_;  // the pair options that the kernel handles
@@ -230,7 +233,8 @@ struct BackwardConfig {
   static constexpr int kBias = kDq + 4 * kConsumers * kDqWarpBytes;
   static constexpr int kLse = kBias + (kPolicy.may_stage_bias() ? 4 * kConsumers * WarpBias::kBytes : 0),
                        kDelta = kLse + kStages * kBlockM * 4;
-  static constexpr int kBarriers = kDelta + kStages * kBlockM * 4,
+  static constexpr int kDsFactor = kDelta + kStages * kBlockM * 4;
+  static constexpr int kBarriers = kDsFactor + (kPlanes ? kStages * kBlockM * 2 : 0),
                        kNumBarriers = 4 * kStages + 3 * kKvStages + 2;
   static constexpr int kItems = kBarriers + 8 * kNumBarriers, kSharedBytes = kItems + ItemRing::kBytes;
   static_assert(kQChunkBytes % 1024 == 0 && kKvChunkBytes % 1024 == 0,
@@ -271,6 +275,9 @@ struct BackwardShared {
   }
   __device__ uint32_t sLse(int stage) const { return base + Config::kLse + stage * Config::kBlockM * 4; }
   __device__ uint32_t sDelta(int stage) const { return base + Config::kDelta + stage * Config::kBlockM * 4; }
+  __device__ uint32_t sDsFactor(int stage) const {
+    return base + Config::kDsFactor + stage * Config::kBlockM * 2;
+  }
 
   using QRing = Ring<Config::kStages>;
   using KvRing = Ring<Config::kKvStages, /*kFullParts=*/2>;
@@ -463,9 +470,17 @@ struct BackwardLoader {
             }
             if (rows < Config::kBlockM) ptx::async_proxy_fence();  // the stage's next copies write there, too
           }
-          ptx::barrier_arrive_expect(at.full(), 2 * bytes);
-          ptx::bulk_load(shared.sLse(at.stage), params.lse_log2 + row + start, bytes, at.full());
-          ptx::bulk_load(shared.sDelta(at.stage), params.delta + row + start, bytes, at.full());
+          if constexpr (Config::kPlanes) {
+            const PlaneRows rows(params, stats_length(params.seqlen_q));
+            ptx::barrier_arrive_expect(at.full(), 2 * bytes + bytes / 2);
+            ptx::bulk_load(shared.sLse(at.stage), rows.lse_log2 + row + start, bytes, at.full());
+            ptx::bulk_load(shared.sDelta(at.stage), rows.delta + row + start, bytes, at.full());
+            ptx::bulk_load(shared.sDsFactor(at.stage), rows.ds_factor + row + start, bytes / 2, at.full());
+          } else {
+            ptx::barrier_arrive_expect(at.full(), 2 * bytes);
+            ptx::bulk_load(shared.sLse(at.stage), params.lse_log2 + row + start, bytes, at.full());
+            ptx::bulk_load(shared.sDelta(at.stage), params.delta + row + start, bytes, at.full());
+          }
           at.advance();
         }
       }
@@ -507,16 +522,24 @@ struct BackwardConsumer {
   int ds_stage = 0;
   typename BackwardShared<Config>::KvRing kv_ring = shared.kv_ring();
   bool is_first = false;  // is this the first block after a tile was written out?
+  // Of this tile's scores, and what ds is multiplied by to be an operand for dk, where they are of planes.
+  std::conditional_t<Config::kPlanes, LogitScale, const LogitScale&> logit;
+  float dk_factor = 1;
   Dk dk;
   Dv dv;
 
   __device__ __forceinline__ BackwardConsumer(const BackwardArguments& arguments,
                                               BackwardShared<Config> shared, int consumer)
-      : arguments(arguments), shared(shared), consumer(consumer) {}
+      : arguments(arguments), shared(shared), consumer(consumer), logit(arguments.logit) {}
 
   __device__ __forceinline__ void run(const BackwardTileWork<Config>& work) {
     clear(dk);
     clear(dv);
+    if constexpr (Config::kPlanes) {
+      const PlaneScales scales(arguments.params, work.batch, work.kv_head(arguments.params));
+      logit = arguments.logit.times_power(uniform(scales.of_scores()));
+      dk_factor = power_of_two(uniform(scales.ds_exponent()) - (kPlaneTop + 1));
+    }
     kv_ring.wait_full(shared.kKeys);
     kv_ring.wait_full(shared.kValues);
     const int part_heads = arguments.part_heads;
@@ -629,7 +652,7 @@ struct BackwardConsumer {
 
   // The last tile's dk leaves from the place of ds: both consumers' must have gone.
   __device__ __forceinline__ void make_room_for_ds() {
-    if constexpr (kByKeys && Config::kWithDq) {
+    if constexpr (kByKeys && Config::kWithDq && !Config::kPlanes) {
       if (is_first) {
         if (ptx::elect_one()) ptx::tensor_store_wait_read();
         ptx::named_barrier_wait(2, 256);
@@ -665,17 +688,34 @@ struct BackwardConsumer {
     read_stats<kEarlyTiles, kTiles>(delta, shared.sDelta(q_ring.stage));
     uint32_t to = ds_row();
     ptx::make_opaque(to);
+    Operand for_dq;  // where it is another one than for dk
 #pragma unroll
     for (int nt = 0; nt < kTiles; ++nt) {
       if (nt >= kEarlyTiles) exponentiate(scores[0][nt]);
       make_operand<Arithmetic>(scores[0][nt], nt, p);
 #pragma unroll
       for (int i = 0; i < 4; ++i) ds[0][nt][i] = scores[0][nt][i] * (ds[0][nt][i] - delta[nt][i % 2]);
-      make_operand<Arithmetic>(ds[0][nt], nt, ds_operand);
+      round_ds(ds[0][nt], nt, ds_operand, for_dq);
       if constexpr (kByKeys && Config::kWithDq) {
-        if (nt % 2 == 1) store_ds(to, ds_operand, nt / 2);
+        if (nt % 2 == 1) store_ds(to, Config::kPlanes ? for_dq : ds_operand, nt / 2);
       }
     }
+  }
+
+  // Rounds ds of 8 queries to an operand for dk; where they are of planes, also to one for dq.
+  __device__ __forceinline__ void round_ds(float (&tile)[4], int nt, Operand& for_dk, Operand& for_dq) {
+    if constexpr (Config::kPlanes) {
+      if constexpr (Config::kWithDq) {
+        const float2 factor = unpack<bfloat16>(
+            ptx::load_shared(shared.sDsFactor(q_ring.stage) + 2 * (query_row() + accumulator_column(nt, 0))));
+        const float scaled[4] = {tile[0] * factor.x, tile[1] * factor.y, tile[2] * factor.x,
+                                 tile[3] * factor.y};
+        make_operand<Arithmetic>(scaled, nt, for_dq);
+      }
+#pragma unroll
+      for (float& x : tile) x *= dk_factor;
+    }
+    make_operand<Arithmetic>(tile, nt, for_dk);
   }
 
   // With any pair options; ds also gets the soft cap's factor 1 - tanh^2.
@@ -697,14 +737,15 @@ struct BackwardConsumer {
     ptx::keep_in_place(scores[0]);
     if constexpr (Config::kPolicy.may_stage_bias()) {
       if (has_staged_bias()) {
-        add_staged_bias(scores[0], pairs, shared.bias(4 * consumer + warp), arguments.logit);
+        add_staged_bias(scores[0], pairs, shared.bias(4 * consumer + warp), logit);
         if (next_m_start >= 0) start_bias(pairs, work.n_start, next_m_start);
       }
     }
-    transform_scores(scores[0], pairs, has_staged_bias(), arguments.logit, row0, column0);
+    transform_scores(scores[0], pairs, has_staged_bias(), logit, row0, column0);
     if (Config::kTakesTurns) issue_ds();
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(ds[0]);
+    Operand for_dq;
 #pragma unroll
     for (int nt = 0; nt < kTiles; ++nt) {
       float (&tile)[4] = scores[0][nt];
@@ -712,7 +753,7 @@ struct BackwardConsumer {
       // Only now: there are no registers for all slopes.
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        slope[i] = arguments.logit.transform == LogitScale::kSoftCap ? soft_cap_slope(tile[i]) : 1;
+        slope[i] = logit.transform == LogitScale::kSoftCap ? soft_cap_slope(tile[i]) : 1;
       }
       read_stats(lse_log2, shared.sLse(stage), nt);
       make_log2_p(tile, lse_log2);
@@ -732,12 +773,14 @@ struct BackwardConsumer {
         x = tile[i] * (x - delta[i % 2]);
         if constexpr (Config::kPolicy.others) x *= slope[i];
       }
-      make_operand<Arithmetic>(ds[0][nt], nt, ds_operand);
+      round_ds(ds[0][nt], nt, ds_operand, for_dq);
     }
     if constexpr (kByKeys && Config::kWithDq) {
       make_room_for_ds();
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) store_ds(ds_row(), ds_operand, step);
+      for (int step = 0; step < kSteps; ++step) {
+        store_ds(ds_row(), Config::kPlanes ? for_dq : ds_operand, step);
+      }
     }
   }
 
@@ -786,7 +829,7 @@ struct BackwardConsumer {
   // From 8 queries' scores to log2(p), and to p.
   __device__ __forceinline__ void make_log2_p(float (&tile)[4], const float (&lse_log2)[2]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) tile[i] = fmaf(tile[i], arguments.logit.scale_log2, -lse_log2[i % 2]);
+    for (int i = 0; i < 4; ++i) tile[i] = fmaf(tile[i], logit.scale_log2, -lse_log2[i % 2]);
   }
   __device__ __forceinline__ void exponentiate(float (&tile)[4]) {
 #pragma unroll
@@ -886,6 +929,10 @@ struct BackwardConsumer {
       if (!Config::kWithDq && ptx::elect_one()) kv_ring.release();
       return;
     }
+    if constexpr (Config::kPlanes) {
+      write_float32(work, row0);
+      return;
+    }
     const uint32_t sDk = shared.sDk(kv_ring.stage, consumer, warp),
                    sDv = shared.sDv(kv_ring.stage, consumer, warp);
     if (Config::kWithDq && ptx::elect_one()) ptx::tensor_store_wait_read();  // dq has left its buffer
@@ -912,6 +959,26 @@ struct BackwardConsumer {
     if (!Config::kWithDq && ptx::elect_one()) {
       ptx::tensor_store_wait_read();
       kv_ring.release();
+    }
+  }
+
+  // From planes: straight from the registers.
+  __device__ __forceinline__ void write_float32(const BackwardTileWork<Config>& work, int row0) {
+    const BackwardParams& params = arguments.params;
+    const int kv_head = work.kv_head(params);
+    const PlaneScales scales(params, work.batch, kv_head);
+    auto store = [&](const auto& sum, void* gradient, int64_t columns, int column, float factor) {
+      const Float32Rows rows(gradient, params.seqlen_kv, params.num_kv_heads, columns);
+      rows.store(sum, {factor, factor}, work.batch, kv_head, row0, column);
+    };
+    const float kept_factor = Config::kPolicy.others ? arguments.pairs.kept_factor : 1;
+    store(dk, params.dk, params.head_dim, kByKeys ? 0 : consumer * Config::kColumns,
+          ldexpf(arguments.logit.scale, scales.of_dk()));
+    store(dv, params.dv, params.head_dim_v, kByKeys ? 0 : consumer * Config::kColumnsV,
+          ldexpf(kept_factor, scales.of_dv()));
+    if constexpr (!Config::kWithDq) {
+      __syncwarp();
+      if (ptx::elect_one()) kv_ring.release();
     }
   }
 
@@ -997,13 +1064,15 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
   constexpr int kColumns = Config::kRowColumns;
+  const auto [q, k, v, dout] = product_inputs<Config::kPlanes>(params, params.dout);
   const bool has_maps =
-      make_tensor_map<Element, kColumns>(params.q, B, T, N, H, Config::kBlockM, &arguments.q_map) &&
-      make_tensor_map<Element, kColumns>(params.dout, B, T, N, Hv, Config::kBlockM, &arguments.dout_map) &&
-      make_tensor_map<Element, kColumns>(params.k, B, S, K, H, Config::kBlockN, &arguments.k_map) &&
-      make_tensor_map<Element, kColumns>(params.v, B, S, K, Hv, Config::kBlockN, &arguments.v_map) &&
-      make_tensor_map<Element, kColumns>(params.dk, B, S, K, H, 16, &arguments.dk_map) &&
-      make_tensor_map<Element, kColumns>(params.dv, B, S, K, Hv, 16, &arguments.dv_map);
+      make_tensor_map<Element, kColumns>(q, B, T, N, H, Config::kBlockM, &arguments.q_map) &&
+      make_tensor_map<Element, kColumns>(dout, B, T, N, Hv, Config::kBlockM, &arguments.dout_map) &&
+      make_tensor_map<Element, kColumns>(k, B, S, K, H, Config::kBlockN, &arguments.k_map) &&
+      make_tensor_map<Element, kColumns>(v, B, S, K, Hv, Config::kBlockN, &arguments.v_map) &&
+      (Config::kPlanes ||
+       (make_tensor_map<Element, kColumns>(params.dk, B, S, K, H, 16, &arguments.dk_map) &&
+        make_tensor_map<Element, kColumns>(params.dv, B, S, K, Hv, 16, &arguments.dv_map)));
   if (!has_maps) return Status::not_served();
   if (const Status status = launch_lists(params, Config::Queries::shape(), context); status.failed()) {
     return status;
@@ -1020,8 +1089,10 @@ Status backward_dq(const BackwardParams& params, const LaunchContext& context);
 template <class Arithmetic, int kHeadDim>
 Status backward(const BackwardParams& params, const LaunchContext& context) {
   using Element = typename Arithmetic::Element;
+  constexpr bool kPlanes = !kIs16Bit<Arithmetic>;
   if (!is_served(params, context) || params.head_dim_v > backward_head_dim_v(kHeadDim))
     return Status::not_served();
+  if (kPlanes && !params.planes) return Status::not_served();
   auto launch_form = [&]<bool kWithDq>() {
     constexpr PairPolicy kGeneral = kHeadDim <= 128 ? kAnyPairs : kAnyPairsUnstaged;
     return is_general(params)
@@ -1030,25 +1101,52 @@ Status backward(const BackwardParams& params, const LaunchContext& context) {
   };
   const bool with_dq = !backward_is_split(kHeadDim) && !params.leaves_dq;
   const Fragments dq = dq_sums(params);
-  Status status =
-      launch_delta<Element>(params, with_dq ? params.dq_accum : nullptr, with_dq ? dq.size() : 0, context);
-  if (status.failed()) return status;
+  Status status;
+  if constexpr (kPlanes) {
+    status = launch_planes(params, params.dout, context);
+    if (status.failed()) return status;
+    status = launch_plane_rows(params, context);
+    if (status.failed()) return status;
+    if (with_dq) status = cudaMemsetAsync(params.dq_accum, 0, sizeof(float) * dq.size(), context.stream);
+    if (status.failed()) return status;
+  }
+  if (!kPlanes || params.leaves_dq) {
+    status =
+        launch_delta<Element>(params, with_dq ? params.dq_accum : nullptr, with_dq ? dq.size() : 0, context);
+    if (status.failed()) return status;
+  }
   if constexpr (!backward_is_split(kHeadDim)) {
     if (with_dq) status = launch_form.template operator()<true>();
   }
   if (!with_dq) status = launch_form.template operator()<false>();
   if (status.failed()) return status;
+
+  const auto factor = [&]<GradientOfPlanes::Array kArray>(double uniform) {
+    if constexpr (kPlanes) {
+      return GradientOfPlanes(params, kArray, uniform);
+    } else {
+      return UniformFactor{static_cast<float>(uniform)};
+    }
+  };
   if (params.dk_parts) {
     const int parts = static_cast<int>(params.num_head_parts / params.num_kv_heads);
-    status =
-        launch_convert_fragments<Element>(dk_parts(params), parts, params.dk, params.options.scale, context);
+    status = launch_convert_fragments<Element>(
+        dk_parts(params), parts, params.dk,
+        factor.template operator()<GradientOfPlanes::kDk>(params.options.scale), context);
     if (status.failed()) return status;
-    status = launch_convert_fragments<Element>(dv_parts(params), parts, params.dv,
-                                               PairOptions(params).kept_factor, context);
+    status = launch_convert_fragments<Element>(
+        dv_parts(params), parts, params.dv,
+        factor.template operator()<GradientOfPlanes::kDv>(PairOptions(params).kept_factor), context);
     if (status.failed()) return status;
   }
-  if (with_dq) return launch_convert_fragments<Element>(dq, 1, params.dq, params.options.scale, context);
-  return params.leaves_dq ? Status() : backward_dq<Arithmetic, kHeadDim>(params, context);
+  if (with_dq) {
+    return launch_convert_fragments<Element>(
+        dq, 1, params.dq, factor.template operator()<GradientOfPlanes::kDq>(params.options.scale), context);
+  }
+  if constexpr (backward_is_split(kHeadDim)) {
+    if (!params.leaves_dq) return backward_dq<Arithmetic, kHeadDim>(params, context);
+  }
+  return {};
 }
 
 }  // namespace jax_flash::cuda::sm90

@@ -49,6 +49,7 @@
 #include "masking.cuh"
 #include "pairs.cuh"
 #include "params.h"
+#include "planes.cuh"
 #include "ptx/barrier.h"
 #include "ptx/memory.h"
 #include "ptx/tensor_copy.h"
@@ -79,7 +80,9 @@ struct BackwardDqArguments {
 
 template <class Arithmetic_, int kHeadDim_, PairPolicy kPolicy_>
 struct BackwardDqConfig {
-  using Arithmetic = Arithmetic_;
+  // float32 comes as planes; dq leaves the registers as float32.
+  static constexpr bool kPlanes = !kIs16Bit<Arithmetic_>;
+  using Arithmetic = std::conditional_t<kPlanes, float16, Arithmetic_>;  // of the products
   using Element = typename Arithmetic::Element;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = backward_head_dim_v(kHeadDim);
   static constexpr PairPolicy kPolicy = kPolicy_;  // the pair options that the kernel handles
@@ -218,11 +221,14 @@ struct BackwardDqConsumer {
   typename BackwardDqShared<Config>::KvRing k_ring = shared.k_ring();  // v's advances with it
   float dq[1][kHeadDim / 8][4];
   float lse_log2[2], delta[2];
+  std::conditional_t<Config::kPlanes, LogitScale, const LogitScale&> logit;
+  // Of the rows, where they are of planes: what ds and dq are multiplied by.
+  float ds_factor[2], dq_factor[2];
 
   __device__ __forceinline__ BackwardDqConsumer(const BackwardDqArguments& arguments,
                                                 BackwardDqShared<Config> shared,
                                                 const BackwardDqWork<Config>& work, int consumer)
-      : arguments(arguments), shared(shared), work(work), consumer(consumer) {}
+      : arguments(arguments), shared(shared), work(work), consumer(consumer), logit(arguments.logit) {}
 
   __device__ __forceinline__ void run() {
     clear(dq);
@@ -241,6 +247,20 @@ struct BackwardDqConsumer {
     const BackwardParams& params = arguments.params;
     const int64_t row0 = (int64_t{work.batch} * params.num_heads + work.head) * stats_length(work.seqlen_q) +
                          work.m_start + warp_row;
+    if constexpr (Config::kPlanes) {
+      const PlaneScales scales(params, work.batch, work.kv_head);
+      const PlaneRows rows(params, stats_length(work.seqlen_q));
+      logit = arguments.logit.times_power(uniform(scales.of_scores()));
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int64_t row = row0 + accumulator_row(0, h);
+        lse_log2[h] = rows.lse_log2[row];
+        delta[h] = rows.delta[row];
+        ds_factor[h] = __uint_as_float(uint32_t{rows.ds_factor[row]} << 16);
+        dq_factor[h] = ldexpf(logit.scale, uniform(scales.of_dq()) - rows.ds_exponent(row));
+      }
+      return;
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       lse_log2[h] = params.lse_log2[row0 + accumulator_row(0, h)];
@@ -271,7 +291,6 @@ struct BackwardDqConsumer {
     }
     ptx::wgmma_wait<1>();
     ptx::keep_in_place(scores[0]);
-    const LogitScale& logit = arguments.logit;
     if constexpr (Config::kPolicy.others) transform_scores(scores, pairs, logit, row0, column0);
     for_each_accumulator(scores, [&](int, int h, int nt, int c) {
       float& x = scores[0][nt][2 * h + c];
@@ -299,6 +318,7 @@ struct BackwardDqConsumer {
           tile[i] = kept[0].test(nt, i) ? tile[i] * arguments.pairs.kept_factor : 0;
         }
         tile[i] = scores[0][nt][i] * (tile[i] - delta[i / 2]);
+        if constexpr (Config::kPlanes) tile[i] *= ds_factor[i / 2];
       }
       make_operand<Arithmetic>(tile, nt, operand);
     }
@@ -314,18 +334,26 @@ struct BackwardDqConsumer {
   // ---- Write dq, by way of the place of q; fully masked rows get zeros ----
 
   __device__ __forceinline__ void write_out() {
-    ptx::named_barrier_wait(1 + consumer, 128);  // a product reads q for all warps
+    if constexpr (!Config::kPlanes) {
+      ptx::named_barrier_wait(1 + consumer, 128);  // a product reads q for all warps
+    }
     const int row0 = work.m_start + warp_row;
     float factor[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = row0 + accumulator_row(0, h);
-      factor[h] = arguments.logit.scale;
+      factor[h] = Config::kPlanes ? dq_factor[h] : logit.scale;
       // In a fully masked row there may be 0 * NaN of a key.
       const bool is_hidden = Config::Keys::kMayBeListed && lse_log2[h] == INFINITY;
       if (work.mask.first_key(row) <= work.mask.last_key(row) && !is_hidden) continue;
 #pragma unroll
       for (int nt = 0; nt < kHeadDim / 8; ++nt) dq[0][nt][2 * h] = dq[0][nt][2 * h + 1] = 0;
+    }
+    if constexpr (Config::kPlanes) {
+      const BackwardParams& params = arguments.params;
+      const Float32Rows rows(params.dq, params.seqlen_q, params.num_heads, params.head_dim);
+      rows.store(dq, factor, work.batch, work.head, row0, 0);
+      return;
     }
     store_rows<Arithmetic, Config::kRowBytes>(dq, factor, shared.sQ(warp_row), Config::kQChunkBytes);
     const OutputRows to{arguments.dq_map, arguments.params.head_dim, work.head, row0, work.seqlen_q,
@@ -374,12 +402,13 @@ Status launch_backward_dq(const BackwardParams& params, const LaunchContext& con
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
   constexpr int kColumns = Config::kRowColumns;
+  const auto [q, k, v, dout] = product_inputs<Config::kPlanes>(params, params.dout);
   const bool has_maps =
-      make_tensor_map<Element, kColumns>(params.q, B, T, N, H, Config::kBlockM, &arguments.q_map) &&
-      make_tensor_map<Element, kColumns>(params.dout, B, T, N, Hv, Config::kBlockM, &arguments.dout_map) &&
-      make_tensor_map<Element, kColumns>(params.k, B, S, K, H, Config::kBlockN, &arguments.k_map) &&
-      make_tensor_map<Element, kColumns>(params.v, B, S, K, Hv, Config::kBlockN, &arguments.v_map) &&
-      make_tensor_map<Element, kColumns>(params.dq, B, T, N, H, 16, &arguments.dq_map);
+      make_tensor_map<Element, kColumns>(q, B, T, N, H, Config::kBlockM, &arguments.q_map) &&
+      make_tensor_map<Element, kColumns>(dout, B, T, N, Hv, Config::kBlockM, &arguments.dout_map) &&
+      make_tensor_map<Element, kColumns>(k, B, S, K, H, Config::kBlockN, &arguments.k_map) &&
+      make_tensor_map<Element, kColumns>(v, B, S, K, Hv, Config::kBlockN, &arguments.v_map) &&
+      (Config::kPlanes || make_tensor_map<Element, kColumns>(params.dq, B, T, N, H, 16, &arguments.dq_map));
   if (!has_maps) return Status::not_served();
   if (const Status status = launch_lists(params, Config::Keys::shape(), context); status.failed()) {
     return status;
@@ -392,6 +421,7 @@ template <class Arithmetic, int kHeadDim>
 Status backward_dq(const BackwardParams& params, const LaunchContext& context) {
   if (!is_served(params, context) || params.head_dim_v > backward_head_dim_v(kHeadDim))
     return Status::not_served();
+  if (!kIs16Bit<Arithmetic> && !params.planes) return Status::not_served();
   return is_general(params)
              ? launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, kAnyPairsUnstaged>>(params, context)
              : launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, kNoPairs>>(params, context);

@@ -73,6 +73,7 @@
 #include "pages.cuh"
 #include "pairs.cuh"
 #include "params.h"
+#include "planes.cuh"
 #include "ptx/barrier.h"
 #include "ptx/memory.h"
 #include "ptx/tensor_copy.h"
@@ -106,7 +107,9 @@ struct ForwardArguments {
 
 template <class Arithmetic_, int kHeadDim_, ForwardTile kTile_, PairPolicy kPolicy_, bool kIsSplit_ = false>
 struct ForwardConfig {
-  using Arithmetic = Arithmetic_;
+  // float32 comes as planes; out leaves the registers as float32.
+  static constexpr bool kPlanes = !kIs16Bit<Arithmetic_>;
+  using Arithmetic = std::conditional_t<kPlanes, float16, Arithmetic_>;  // of the products
   using Element = typename Arithmetic::Element;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr ForwardTile kTile = kTile_;
@@ -123,8 +126,11 @@ struct ForwardConfig {
   // while the next scores are computed.
   static constexpr bool kRescaleLate = kHeadDim > 128;
 
+  // Of probabilities in float16, those of planes must be as exact as in TF32.
+  static constexpr int kHeadroom = kPlanes ? 7 : 0;
+
   using Keys = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/true, kBlockM, kBlockN>;
-  using Tile = WorkTile<Keys, kConsumers>;
+  using Tile = WorkTile<Keys, kConsumers, kPlanes>;
 
   // Shared memory, in this order: q [kQStages, kBlockM, kHeadDim], k and v [kStages, kBlockN, kHeadDim] each,
   // out [kBlockM, out_columns], bias, WorkTiles, barriers. A tile [rows, kHeadDim] is kChunks tiles [rows,
@@ -134,10 +140,11 @@ struct ForwardConfig {
   static constexpr int kQChunkBytes = kBlockM * kRowBytes, kKvChunkBytes = kBlockN * kRowBytes;
   static constexpr int kQBytes = kChunks * kQChunkBytes, kKvBytes = kChunks * kKvChunkBytes;
   static constexpr int kK = kQStages * kQBytes, kV = kK + kStages * kKvBytes, kOut = kV + kStages * kKvBytes;
-  // out leaves kOutColumns at a time, from its own buffer or from the place of q.
-  static constexpr bool kOutBuffer = kTile.out_columns > 0;
-  static constexpr int kOutColumns = kOutBuffer ? std::min(kTile.out_columns, kHeadDim) : kHeadDim;
-  static constexpr int kBias = kOut + kQChunkBytes * ceil_div(kTile.out_columns, kRowColumns);
+  // out leaves kOutColumns at a time, from its own buffer or from the place of q; if planes, by itself.
+  static constexpr bool kOutInQ = !kPlanes && kTile.out_columns == 0;
+  static constexpr int kBufferColumns = kPlanes ? 0 : kTile.out_columns;
+  static constexpr int kOutColumns = kBufferColumns > 0 ? std::min(kBufferColumns, kHeadDim) : kHeadDim;
+  static constexpr int kBias = kOut + kQChunkBytes * ceil_div(kBufferColumns, kRowColumns);
   using WarpBias = BiasBuffer</*kTransposed=*/false, kBlockN>;
   static constexpr int kTiles = kBias + (kPolicy.may_stage_bias() ? 4 * kConsumers * WarpBias::kBytes : 0);
   static_assert(kHeadDim % kOutColumns == 0);
@@ -166,7 +173,7 @@ struct ForwardShared {
   __device__ uint32_t sV(int stage) const { return base + Config::kV + stage * Config::kKvBytes; }
   // out [kBlockM, kOutColumns] has a buffer of its own or takes the place of q.
   __device__ uint32_t sOut(int q_stage, int row) const {
-    return Config::kOutBuffer ? base + Config::kOut + row * Config::kRowBytes : sQ(q_stage, row);
+    return Config::kOutInQ ? sQ(q_stage, row) : base + Config::kOut + row * Config::kRowBytes;
   }
   __device__ typename Config::WarpBias bias(int warp) const {
     return {base + Config::kBias + warp * Config::WarpBias::kBytes};
@@ -364,14 +371,15 @@ struct ForwardConsumer {
   typename ForwardShared<Config>::TileRing tile_ring = shared.tile_ring();
 
   // This tile's rows, and the probabilities of the last block of keys, which p v has yet to use.
-  OnlineSoftmax<1> softmax;
+  OnlineSoftmax<1, Config::kHeadroom> softmax;
   float out[1][kHeadDim / 8][4];  // [64 rows, kHeadDim], float32
   uint32_t p[kKvSteps][4];        // [64 rows, kBlockN], as the first operand of p v
   float factor[1][2];             // of a thread's two rows, by which out is to be rescaled
   bool rescale = false;
   bool has_tile;
-  uint32_t sQ;           // of this consumer's rows; see q_rows
-  KeyBlocks blocks;      // that this consumer's rows see
+  uint32_t sQ;       // of this consumer's rows; see q_rows
+  KeyBlocks blocks;  // that this consumer's rows see
+  std::conditional_t<Config::kPlanes, LogitScale, const LogitScale&> logit;  // of this tile's scores
   BiasSource bias_from;  // of this warp's rows; only where every bias is staged
 
   // What depends on the single pair, of the block whose scores are being formed. General form only.
@@ -382,7 +390,7 @@ struct ForwardConsumer {
 
   __device__ __forceinline__ ForwardConsumer(const ForwardArguments& arguments, ForwardShared<Config> shared,
                                              int consumer)
-      : arguments(arguments), shared(shared), consumer(consumer) {}
+      : arguments(arguments), shared(shared), consumer(consumer), logit(arguments.logit) {}
 
   __device__ __forceinline__ void run() {
     if (consumer == kConsumers - 1) ping_pong_arrive();  // the first one begins
@@ -440,6 +448,7 @@ struct ForwardConsumer {
     if (uniform(tile().m_start) < 0) return false;
     const KeyBlocks rows = tile().rows[consumer];
     blocks = {uniform(rows.begin), uniform(rows.end), uniform(rows.whole_begin), uniform(rows.whole_end)};
+    if constexpr (Config::kPlanes) logit = arguments.logit.times_power(uniform(tile().score_exponent));
     if constexpr (kPolicy.staged_bias == Presence::kAlways) bias_from = bias_source<kBlockN>(pairs(), row0());
     return true;
   }
@@ -522,19 +531,19 @@ struct ForwardConsumer {
   __device__ __forceinline__ bool soften(float (&scores)[1][Config::kBlockN / 8][4], int n) {
     if constexpr (kPolicy.may_stage_bias()) {
       if (has_staged_bias()) {
-        add_staged_bias(scores[0], pairs(), warp_bias(), arguments.logit);
+        add_staged_bias(scores[0], pairs(), warp_bias(), logit);
         if (n > blocks.begin) start_bias(n - 1);
       }
     }
     if constexpr (kPolicy.others) {
-      transform_scores(scores[0], pairs(), has_staged_bias(), arguments.logit, row0(), first_key(n));
+      transform_scores(scores[0], pairs(), has_staged_bias(), logit, row0(), first_key(n));
     }
     if constexpr (kPolicy.may_have_mask()) {
       if (!block.entry.is_whole(consumer)) fill_unset(scores, block.visible, -INFINITY);
     }
     if constexpr (kMasked) hide(scores, n);
-    const bool moved = softmax.raise_maximum(scores, arguments.logit.scale_log2, factor);
-    softmax.exponentiate(scores, arguments.logit.scale_log2);
+    const bool moved = softmax.raise_maximum(scores, logit.scale_log2, factor);
+    softmax.exponentiate(scores, logit.scale_log2);
     return moved;
   }
 
@@ -646,12 +655,14 @@ struct ForwardConsumer {
     // ---- Leave the tile, but for what is needed to write out ----
     const int m_start = uniform(tile().m_start), head = uniform(tile().head), batch = uniform(tile().batch);
     const int part = Config::kIsSplit ? uniform(tile().part) : 0;
+    int out_exponent = 0;
+    if constexpr (Config::kPlanes) out_exponent = uniform(tile().out_exponent);
     const int to_skip = blocks.begin - uniform(tile().blocks.begin);
     const bool is_empty = blocks.is_empty();
     if (is_empty) q_ring.wait_full(consumer);  // no product waited for q, whose place out may take
     const auto last_q = q_ring;
     q_ring.advance();
-    if constexpr (Config::kOutBuffer) last_q.release_by_warp(consumer);
+    if constexpr (!Config::kOutInQ) last_q.release_by_warp(consumer);
     tile_ring.release_by_warp();
     tile_ring.advance();
     if constexpr (Config::kRescaleLate) rescale_out();
@@ -675,15 +686,14 @@ struct ForwardConsumer {
     }
 
     // ---- Out ----
-    if constexpr (!Config::kOutBuffer)
-      wait_group();  // out takes the place of q, which a product reads for all
+    if constexpr (Config::kOutInQ) wait_group();  // out takes the place of q, which a product reads for all
     if constexpr (Config::kIsSplit) {
       write_part(m_start, head, batch, part);
     } else {
-      write_out(m_start, head, batch, last_q.stage);
+      write_out(m_start, head, batch, last_q.stage, out_exponent);
     }
     if (is_overlapped) first_probabilities(scores);
-    if constexpr (!Config::kOutBuffer) {
+    if constexpr (Config::kOutInQ) {
       if (lane_id() == 0) ptx::tensor_store_wait_read();
       last_q.release_by_warp(consumer);
     }
@@ -753,7 +763,7 @@ struct ForwardConsumer {
 
   // ---- Normalize, write out and lse ----
 
-  __device__ __forceinline__ void write_out(int m_start, int head, int batch, int q_stage) {
+  __device__ __forceinline__ void write_out(int m_start, int head, int batch, int q_stage, int exponent) {
     const ForwardParams& params = arguments.params;
     const int seqlen_q = static_cast<int>(params.seqlen_q);
     const int row0 = m_start + warp_row();
@@ -764,6 +774,7 @@ struct ForwardConsumer {
     for (int h = 0; h < 2; ++h) {
       const RowEnd end = softmax.finish(0, h, sink);
       normalizer[h] = end.normalizer * (kPolicy.others ? arguments.pairs.kept_factor : 1);
+      if constexpr (Config::kPlanes) normalizer[h] = ldexpf(normalizer[h], exponent);
       hidden[h] = end.is_empty;
       const int row = row0 + accumulator_row(0, h);
       if (lane_id() % 4 == 0 && row < seqlen_q) {
@@ -776,6 +787,11 @@ struct ForwardConsumer {
       for_each_accumulator(out, [&](int, int h, int nt, int c) {
         if (hidden[h]) out[0][nt][2 * h + c] = 0;
       });
+    }
+    if constexpr (Config::kPlanes) {
+      const Float32Rows rows(params.out, params.seqlen_q, params.num_heads, params.head_dim_v);
+      rows.store(out, normalizer, batch, head, row0, 0);
+      return;
     }
     const uint32_t sOut = shared.sOut(q_stage, warp_row());
 #pragma unroll
@@ -861,11 +877,13 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
   if (box_rows % 8 != 0) return Status::not_served();  // the swizzle repeats every 8 rows
   arguments.box_rows = box_rows;
   constexpr int kColumns = Config::kRowColumns;
+  const auto [q, k, v, _] = product_inputs<Config::kPlanes>(params, nullptr);
   const bool has_maps =
-      make_tensor_map<Element, kColumns>(params.q, B, T, N, H, 64, &arguments.q_map) &&
-      make_tensor_map<Element, kColumns>(params.k, outer, rows, K, H, box_rows, &arguments.k_map) &&
-      make_tensor_map<Element, kColumns>(params.v, outer, rows, K, Hv, box_rows, &arguments.v_map) &&
-      make_tensor_map<Element, kColumns>(params.out, B, T, N, Hv, 16, &arguments.out_map);
+      make_tensor_map<Element, kColumns>(q, B, T, N, H, 64, &arguments.q_map) &&
+      make_tensor_map<Element, kColumns>(k, outer, rows, K, H, box_rows, &arguments.k_map) &&
+      make_tensor_map<Element, kColumns>(v, outer, rows, K, Hv, box_rows, &arguments.v_map) &&
+      (Config::kPlanes ||
+       make_tensor_map<Element, kColumns>(params.out, B, T, N, Hv, 16, &arguments.out_map));
   if (!has_maps) return Status::not_served();
   if (arguments.schedule.counter) {
     const Status status = cudaMemsetAsync(arguments.schedule.counter, 0, sizeof(int), context.stream);
@@ -888,16 +906,22 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
 template <class Arithmetic, int kHeadDim>
 Status forward(const ForwardParams& params, const LaunchContext& context) {
   if (!is_served(params, context)) return Status::not_served();
+  if constexpr (!kIs16Bit<Arithmetic>) {
+    if (!params.planes) return Status::not_served();
+    if (const Status status = launch_planes(params, nullptr, context); status.failed()) return status;
+  }
   constexpr ForwardTile kShort = forward_tile(kHeadDim, false), kLong = forward_tile(kHeadDim, true);
   if (is_general(params)) {
     constexpr ForwardTile kGeneral = general_forward_tile(kHeadDim);
     constexpr PairPolicy kPolicy = forward_stages_bias(kHeadDim) ? kAnyPairs : kAnyPairsUnstaged;
     return launch_forward<ForwardConfig<Arithmetic, kHeadDim, kGeneral, kPolicy>>(params, context);
   }
-  if (params.num_key_parts > 1) {
-    constexpr ForwardTile kSplit = split_forward_tile(kHeadDim);
-    return launch_forward<ForwardConfig<Arithmetic, kHeadDim, kSplit, kNoPairs, /*kIsSplit=*/true>>(params,
-                                                                                                    context);
+  if constexpr (kIs16Bit<Arithmetic>) {
+    if (params.num_key_parts > 1) {
+      constexpr ForwardTile kSplit = split_forward_tile(kHeadDim);
+      return launch_forward<ForwardConfig<Arithmetic, kHeadDim, kSplit, kNoPairs, /*kIsSplit=*/true>>(
+          params, context);
+    }
   }
   const bool use_long = context.forced_tile < 0
                             ? is_long(kHeadDim, most_keys(params), params.options.is_causal)

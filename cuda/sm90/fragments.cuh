@@ -8,8 +8,10 @@
 #include <cstdint>
 
 #include "accumulator.cuh"
+#include "delta.cuh"
 #include "launch.h"
 #include "params.h"
+#include "planes.cuh"
 
 namespace jax_flash::cuda::sm90 {
 
@@ -50,12 +52,43 @@ struct Fragments {
   }
 };
 
-// gradient [B, length, heads / parts, columns] = scale * the sum over every `parts` neighbouring heads. A
-// warp turns 16 rows and 32 columns: of each row, a quad of lanes holds 2 columns of every tile and ends with
-// 8 columns of one.
-template <class Element>
+// The same for every element.
+struct UniformFactor {
+  float value;
+
+  __device__ __forceinline__ float operator()(int, int, int) const { return value; }
+};
+
+// From sums of products of planes to a gradient (planes.cuh), which is a multiple `uniform` of that of q k^T.
+struct GradientOfPlanes {
+  enum Array { kDq, kDk, kDv };
+
+  BackwardParams params;
+  Array array;
+  float uniform;
+
+  GradientOfPlanes(const BackwardParams& params, Array array, double uniform)
+      : params(params), array(array), uniform(static_cast<float>(uniform)) {}
+
+  __device__ __forceinline__ float operator()(int batch, int head, int position) const {
+    const int num_heads = static_cast<int>(params.num_heads);
+    const int group = num_heads / static_cast<int>(params.num_kv_heads);
+    const PlaneScales scales(params, batch, array == kDq ? head / group : head);
+    if (array == kDk) return ldexpf(uniform, scales.of_dk());
+    if (array == kDv) return ldexpf(uniform, scales.of_dv());
+    const int64_t length = stats_length(params.seqlen_q);
+    const PlaneRows rows(params, length);
+    const int exponent = rows.ds_exponent((int64_t{batch} * num_heads + head) * length + position);
+    return ldexpf(uniform, scales.of_dq() - exponent);
+  }
+};
+
+// gradient [B, length, heads / parts, columns] = `factor` of its (batch element, head, row) * the sum over
+// every `parts` neighbouring heads. A warp turns 16 rows and 32 columns: of each row, a quad of lanes holds 2
+// columns of every tile and ends with 8 columns of one.
+template <class Element, class Factor>
 __global__ void __launch_bounds__(256)
-    convert_fragments_kernel(const Fragments sums, int parts, Element* gradient, float scale) {
+    convert_fragments_kernel(const Fragments sums, int parts, Element* gradient, const Factor factor) {
   const int groups = (sums.column_tiles + 3) / 4, num_heads = sums.num_heads / parts;
   // The last ones first: they have just been summed and are in L2.
   const int64_t index = int64_t{gridDim.x - 1 - blockIdx.x} * 8 + threadIdx.x / 32;
@@ -81,6 +114,10 @@ __global__ void __launch_bounds__(256)
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
+    const int position = Fragments::kTileRows * row_tile + accumulator_row(0, h);
+    const int batch = static_cast<int>(batch_and_head / num_heads);
+    const int head = static_cast<int>(batch_and_head % num_heads);
+    const float scale = position < sums.length ? factor(batch, head, position) : 0;
     // In step s lanes s apart swap: each gets its own tile's columns from the other.
     alignas(16) Element row[8];
 #pragma unroll
@@ -97,23 +134,24 @@ __global__ void __launch_bounds__(256)
         if (i == other) row[2 * i] = static_cast<Element>(low), row[2 * i + 1] = static_cast<Element>(high);
       }
     }
-    const int position = Fragments::kTileRows * row_tile + accumulator_row(0, h);
     if (place < tiles && position < sums.length) {
-      const int64_t token = batch_and_head / num_heads * sums.length + position;
-      const int64_t head = batch_and_head % num_heads;
+      const int64_t token = int64_t{batch} * sums.length + position;
       Element* to = gradient + ((token * num_heads + head) * sums.column_tiles + 4 * group + place) * 8;
-      *reinterpret_cast<int4*>(to) = *reinterpret_cast<const int4*>(row);
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(sizeof(row) / 16); ++i) {
+        reinterpret_cast<int4*>(to)[i] = reinterpret_cast<const int4*>(row)[i];
+      }
     }
   }
 }
 
-template <class Element>
-Status launch_convert_fragments(const Fragments& sums, int parts, void* gradient, double scale,
+template <class Element, class Factor>
+Status launch_convert_fragments(const Fragments& sums, int parts, void* gradient, const Factor& factor,
                                 const LaunchContext& context) {
   const int64_t warps =
       int64_t{sums.batch} * (sums.num_heads / parts) * sums.row_tiles * ceil_div(sums.column_tiles, 4);
-  return launch(convert_fragments_kernel<Element>, ceil_div(warps, 8), 256, 0, context, sums, parts,
-                static_cast<Element*>(gradient), static_cast<float>(scale));
+  return launch(convert_fragments_kernel<Element, Factor>, ceil_div(warps, 8), 256, 0, context, sums, parts,
+                static_cast<Element*>(gradient), factor);
 }
 
 }  // namespace jax_flash::cuda::sm90

@@ -44,6 +44,37 @@ __device__ __forceinline__ void store_rows(const float (&acc)[1][kTiles][4], con
   store_rows<Arithmetic, kRowBytes, 8 * kTiles>(acc, 0, factor, shared, pitch);
 }
 
+// A float32 array [batch, length, heads, columns], of columns that are a multiple of 8.
+struct Float32Rows {
+  float* data;
+  int length, heads, columns;
+
+  __device__ __forceinline__ Float32Rows(void* data, int64_t length, int64_t heads, int64_t columns)
+      : data(static_cast<float*>(data)),
+        length(static_cast<int>(length)),
+        heads(static_cast<int>(heads)),
+        columns(static_cast<int>(columns)) {}
+
+  // Writes acc [16, 8 * kTiles] to (row, column) of a head, with rows of h multiplied by factor[h]. A quad of
+  // lanes fills a sector of 32 bytes.
+  template <int kTiles>
+  __device__ __forceinline__ void store(const float (&acc)[1][kTiles][4], const float (&factor)[2], int batch,
+                                        int head, int row, int column) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int own_row = row + accumulator_row(0, h);
+      if (own_row >= length) continue;
+      float* to = data + ((int64_t{batch} * length + own_row) * heads + head) * columns + column;
+#pragma unroll
+      for (int nt = 0; nt < kTiles; ++nt) {
+        if (column + 8 * nt >= columns) continue;
+        const float2 pair = {acc[0][nt][2 * h] * factor[h], acc[0][nt][2 * h + 1] * factor[h]};
+        *reinterpret_cast<float2*>(to + accumulator_column(nt, 0)) = pair;
+      }
+    }
+  }
+};
+
 // Where a warp's 16 rows go: an array [batch, length, heads, columns], from `row` on.
 struct OutputRows {
   const CUtensorMap& map;  // in boxes of 16 rows

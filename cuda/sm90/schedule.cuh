@@ -18,6 +18,7 @@
 #include "mask.cuh"
 #include "pairs.cuh"
 #include "params.h"
+#include "planes.cuh"
 #include "visibility.cuh"
 
 namespace jax_flash::cuda::sm90 {
@@ -56,7 +57,10 @@ inline bool make_schedule(const ForwardParams& params, int block_m, int block_n,
   return true;
 }
 
-struct Nothing {};
+template <class T>
+struct Without {};
+template <bool kHas, class T>
+using If = std::conditional_t<kHas, T, Without<T>>;
 
 // What the general form adds to a tile: kept in shared memory to save registers.
 template <class Keys>
@@ -65,9 +69,14 @@ struct PairTile {
   PairHead<false> pairs;
 };
 
+// What planes add: exponents of the factors of scores and of out.
+struct PlaneTile {
+  int score_exponent, out_exponent;
+};
+
 // A tile of rows of one head, and what its rows see, or see of a part of the keys.
-template <class Keys, int kConsumers>
-struct WorkTile : std::conditional_t<Keys::kMayBeListed, PairTile<Keys>, Nothing> {
+template <class Keys, int kConsumers, bool kPlanes = false>
+struct WorkTile : If<Keys::kMayBeListed, PairTile<Keys>>, If<kPlanes, PlaneTile> {
   int m_start;  // -1: there are no more tiles
   int head;
   int batch;
@@ -79,9 +88,9 @@ struct WorkTile : std::conditional_t<Keys::kMayBeListed, PairTile<Keys>, Nothing
 
 // Fills in tile number `index`, field by field because the thread has few registers. Where a list gives the
 // visible blocks (Keys), blocks are counted along the list.
-template <int kBlockN, bool kIsSplit, class Keys, int kConsumers>
+template <int kBlockN, bool kIsSplit, class Keys, int kConsumers, bool kPlanes>
 __device__ __forceinline__ void write_tile(const Schedule& schedule, const ForwardParams& params, int index,
-                                           WorkTile<Keys, kConsumers>& tile) {
+                                           WorkTile<Keys, kConsumers, kPlanes>& tile) {
   if (index >= schedule.num_tiles) {
     tile.m_start = -1;
     return;
@@ -122,6 +131,12 @@ __device__ __forceinline__ void write_tile(const Schedule& schedule, const Forwa
     tile.pairs = PairHead<false>(params, batch, tile.head);
   }
   if constexpr (kIsSplit) tile.part = part;
+  if constexpr (kPlanes) {
+    const int group = schedule.num_heads / static_cast<int>(params.num_kv_heads);
+    const PlaneScales scales(params, batch, tile.head / group);
+    tile.score_exponent = scales.of_scores();
+    tile.out_exponent = scales.of_out();
+  }
   tile.blocks = blocks;
 #pragma unroll 1
   for (int i = 0; i < kConsumers; ++i) {

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <utility>
 
 #define __global__
 #define __device__
@@ -24,6 +25,9 @@ struct alignas(8) float2 {
 };
 struct alignas(16) float4 {
   float x, y, z, w;
+};
+struct alignas(8) uint2 {
+  uint32_t x, y;
 };
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
@@ -105,6 +109,7 @@ T __ldcs(const T* pointer) {
   return *pointer;
 }
 inline int atomicAdd(int* to, int x) { return *to += x, *to - x; }
+inline int atomicMax(int* to, int x) { return std::exchange(*to, max(*to, x)); }
 inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }

@@ -1,0 +1,117 @@
+// float32 as scaled float16, for Hopper's kernels: a plane.
+//
+// TF32 and float16 have significands of 11 bits. Multiplied by a power of two, so that the largest magnitude
+// of a head is at least 2^14, float32 rounded to float16 is as exact as in TF32, unless it is less than 2^-28
+// of that: below, the error is what it is there. Tensor cores multiply float16 at twice the rate of TF32, of
+// half of the bytes, and can transpose either operand.
+//
+// Exponents are those of a key head: its query heads have the same, because dk and dv are summed over them.
+//
+//   q, k, v, dout   2^exponent each, by their largest finite magnitude
+//   p               2^kHeadroom relative to the row's maximum (softmax.cuh) forward, kPlaneTop + 1 backward
+//   ds              for dq a factor for each query, for dk one for each key head: see PlaneRows
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "launch.h"
+#include "params.h"
+
+namespace jax_flash::cuda {
+
+// The largest magnitudes are at least 2^kPlaneTop, and below 2^(kPlaneTop + 1): float16 ends at 2^16.
+inline constexpr int kPlaneTop = 14;
+
+// 2^exponent, as near as a normal float32 comes.
+__device__ __forceinline__ float power_of_two(int exponent) {
+  return __int_as_float((max(-126, min(exponent, 127)) + 127) << 23);
+}
+
+// The exponent that brings `bound` to the top. 0 where there is none.
+__device__ __forceinline__ int plane_exponent(float bound) {
+  if (!(bound > 0 && bound < INFINITY)) return 0;
+  return kPlaneTop - (static_cast<int>(__float_as_uint(bound) >> 23) - 127);
+}
+
+// The arrays of which products are formed: the planes or the call's own.
+struct ProductInputs {
+  const void *q, *k, *v, *dout;
+};
+
+template <bool kPlanes>
+ProductInputs product_inputs(const AttentionParams& params, const void* dout) {
+  const PlaneWorkspace& planes = params.planes;
+  if (kPlanes) return {planes.q, planes.k, planes.v, planes.dout};
+  return {params.q, params.k, params.v, dout};
+}
+
+// What scales the planes of a key head.
+struct PlaneScales {
+  enum Array { kQ, kK, kV, kDout };
+
+  int32_t* values;  // kPlaneScales, then the largest magnitude of each column
+  int head_dim, head_dim_v;
+
+  __host__ __device__ __forceinline__ static int64_t size(const AttentionParams& params) {
+    return kPlaneScales + 2 * (params.head_dim + params.head_dim_v);
+  }
+
+  __device__ __forceinline__ PlaneScales(const AttentionParams& params, int batch, int kv_head)
+      : values(params.planes.scales + (int64_t{batch} * params.num_kv_heads + kv_head) * size(params)),
+        head_dim(static_cast<int>(params.head_dim)),
+        head_dim_v(static_cast<int>(params.head_dim_v)) {}
+
+  __device__ __forceinline__ int exponent(Array array) const { return values[array]; }
+
+  // As the bits of floats, which are ordered like them.
+  __device__ __forceinline__ int32_t* column_maxima(Array array) const {
+    const int columns = array == kQ   ? 0
+                        : array == kK ? head_dim
+                        : array == kV ? 2 * head_dim
+                                      : 2 * head_dim + head_dim_v;
+    return values + kPlaneScales + columns;
+  }
+  // A bound of |dp - delta| in units of the planes, over all queries.
+  __device__ __forceinline__ int32_t* ds_bound() const { return values + 4; }
+  // The exponent of ds as an operand for dk.
+  __device__ __forceinline__ int ds_exponent() const {
+    return plane_exponent(__int_as_float(*ds_bound())) - 1;
+  }
+
+  // Exponents of what scores, out, dp, dk and dv are to be multiplied by, and dq beside its row's factor.
+  __device__ __forceinline__ int of_scores() const { return -exponent(kQ) - exponent(kK); }
+  __device__ __forceinline__ int of_out() const { return -exponent(kV); }
+  __device__ __forceinline__ int of_dp() const { return -exponent(kV) - exponent(kDout); }
+  __device__ __forceinline__ int of_dq() const { return of_dp() - exponent(kK); }
+  __device__ __forceinline__ int of_dk() const { return of_dp() - exponent(kQ) - ds_exponent(); }
+  __device__ __forceinline__ int of_dv() const { return -exponent(kDout) - kPlaneTop - 1; }
+};
+
+// What the backward kernel has of each row, [B, N, stats_length(T)] of each. A row's |ds| may be many powers
+// of two below that of its head, so ds as an operand for dq has an exponent of the row.
+struct PlaneRows {
+  float* lse_log2;      // log2(e) lse - (kPlaneTop + 1), so that p has its factor
+  float* delta;         // in units of the planes
+  uint16_t* ds_factor;  // what p ds is multiplied by, as the upper half of a float32: a power of two
+
+  __host__ __device__ PlaneRows(const BackwardParams& params, int64_t stats_length) {
+    const int64_t count = params.batch * params.num_heads * stats_length;
+    lse_log2 = params.planes.rows;
+    delta = lse_log2 + count;
+    ds_factor = reinterpret_cast<uint16_t*>(delta + count);
+  }
+
+  // The exponent of ds of row `index` of all.
+  __device__ __forceinline__ int ds_exponent(int64_t index) const {
+    return (ds_factor[index] >> 7) - 127 + kPlaneTop + 1;
+  }
+};
+
+// Makes the planes of q, k and v, and of dout if it is given, with their scales.
+Status launch_planes(const AttentionParams& params, const void* dout, const LaunchContext& context);
+
+// Makes the rows and the bound of ds, and clears the counter of tiles. After launch_planes.
+Status launch_plane_rows(const BackwardParams& params, const LaunchContext& context);
+
+}  // namespace jax_flash::cuda
