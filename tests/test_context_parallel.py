@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import itertools
+import os
 import pathlib
 import random
 import socket
@@ -227,6 +228,7 @@ def test_two_processes():
     processes = [
         subprocess.Popen(
             [sys.executable, _PROCESS, address, str(i)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
