@@ -9,8 +9,8 @@ pytest does not collect this file. It needs a C++ compiler, CMake, and the packa
 copy is compiled without CUDA, so faults in CUDA code are ones that show without a GPU. The copy and its build folder
 stay in build/planted_faults; the next run compiles only what has changed.
 
-A fault is caught if each of its tests fails, if one crashes or hangs, or if the code no longer compiles or imports. When
-you change a test or add a feature, add the faults that a reviewer would plant there.
+A fault is caught if each of its tests fails, if one crashes or hangs, or if the code no longer compiles or imports.
+When you change a test or add a feature, add the faults that a reviewer would plant there.
 """
 
 import argparse
