@@ -45,6 +45,16 @@ def whole(x: jax.Array) -> np.ndarray:
     return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
 
 
+def collectives(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """What moves between devices in a compiled program: the operation and the shape of each array."""
+    kinds = "all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute"
+    return [
+        (kind, tuple(map(int, filter(None, shape.split(",")))))
+        for arrays, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text)
+        for shape in re.findall(r"\w+\[([\d,]*)\]", arrays)
+    ]
+
+
 # ---- Sharded jit ----------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ import quick
 from harness import mesh_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from strategies import OF_SEQUENCES, ROWS, put, run_jit
+from strategies import OF_SEQUENCES, ROWS, collectives, put, run_jit
 
 import jax_flash
 from jax_flash import _primitives
@@ -72,16 +72,6 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
 
 def inputs() -> list[np.ndarray]:
     return [random(B, T, N, H, seed=1), random(B, S, K, H, seed=2), random(B, S, K, HV, seed=3)]
-
-
-def collectives(text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """What moves between devices in a compiled program: the operation and the shape of each array."""
-    kinds = "all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute"
-    return [
-        (kind, tuple(map(int, filter(None, shape.split(",")))))
-        for arrays, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text)
-        for shape in re.findall(r"\w+\[([\d,]*)\]", arrays)
-    ]
 
 
 def assert_no_queries_move(moved: list[tuple[str, tuple[int, ...]]]) -> None:
