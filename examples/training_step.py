@@ -3,15 +3,20 @@ r"""Times a training step of a decoder-only transformer with three implementatio
     python examples/training_step.py  # 362 million parameters, on a GPU
     python examples/training_step.py --depth 2 --width 256 --seq-len 512 --batch 1 \
         --attention jax_flash xla
+    python examples/training_step.py --context-parallel 2 --seq-len 65536  # on two GPUs
 
 The model is a GPT in bfloat16 with grouped-query attention and head dim 128. Forward pass, backward pass and AdamW
 update are one program. Only the attention differs: jax_flash, or `jax.nn` with cuDNN or XLA.
+
+With `--context-parallel N` each of N devices has an N-th of every sequence, and all parameters. Attention is
+`jax_flash.ring_attention`. XLA shards everything else, which works token by token. Tokens, labels and positions are in
+the order of the layout "zigzag", in which causal attention is equally much work for all devices.
 """
 
 import argparse
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -19,11 +24,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_flash
 
 VOCABULARY = 32_768
 HEAD_DIM = 128
+DTYPE = jnp.bfloat16
 
 Attention = Callable[..., jax.Array]
 
@@ -32,6 +40,19 @@ ATTENTION: dict[str, Attention] = {
     "cudnn": functools.partial(jax.nn.dot_product_attention, implementation="cudnn"),
     "xla": functools.partial(jax.nn.dot_product_attention, implementation="xla"),
 }
+
+
+def ring(mesh: Mesh) -> Attention:
+    """Attention over the sequence of all devices, in the order of the layout "zigzag"."""
+    rows = P(None, "sequence")
+
+    def attention(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool) -> jax.Array:
+        local = functools.partial(
+            jax_flash.ring_attention, axis_name="sequence", layout="zigzag", is_causal=is_causal
+        )
+        return jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows)(query, key, value)
+
+    return attention
 
 
 class Block(nn.Module):
@@ -61,11 +82,12 @@ class Transformer(nn.Module):
     depth: int
     num_kv_heads: int
     attention: Attention
+    in_order: Callable[..., jax.Array]  # what brings a sequence into the order of the tokens
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         place = self.param("position", nn.initializers.normal(0.02), (tokens.shape[1], self.width))
-        x = nn.Embed(VOCABULARY, self.width, dtype=jnp.bfloat16)(tokens) + place.astype(jnp.bfloat16)
+        x = nn.Embed(VOCABULARY, self.width, dtype=DTYPE)(tokens) + self.in_order(place, axis=0).astype(DTYPE)
         blocks = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.depth)
         x, _ = blocks(self.num_kv_heads, self.attention)(x, None)
         return nn.Dense(VOCABULARY, use_bias=False, dtype=x.dtype)(
@@ -74,58 +96,92 @@ class Transformer(nn.Module):
 
 
 def make_step(model: Transformer, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    """(params, optimizer state, tokens [B, T + 1]) -> (new params, new optimizer state, loss in nats)."""
+    """(params, optimizer state, tokens, labels [B, T]) -> (new params, new optimizer state, loss in nats)."""
 
-    def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
-        logits = model.apply(params, tokens[:, :-1]).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    def loss_fn(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+        logits = model.apply(params, tokens).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, gradients = jax.value_and_grad(loss_fn)(params, tokens)
+    def step(params: Any, state: Any, tokens: jax.Array, labels: jax.Array) -> tuple[Any, Any, jax.Array]:
+        loss, gradients = jax.value_and_grad(loss_fn)(params, tokens, labels)
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, loss
 
     return step
 
 
-def measure(attention: str, options: argparse.Namespace) -> dict[str, float]:
-    """The median step's seconds, the program's GiB, the first step's loss, and the parameter count."""
-    model = Transformer(options.width, options.depth, options.num_kv_heads, ATTENTION[attention])
+def measure(attention: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The median step's seconds, the GiB of the program on a device, the losses, and the parameter count."""
+    number = options.context_parallel
+    mesh = Mesh(np.array(jax.devices()[:number]), ("sequence",))
+    on_all, in_shards = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "sequence"))
+
+    def in_order(x: jax.Array, axis: int) -> jax.Array:
+        return x if number == 1 else jax_flash.to_zigzag(x, number, axis)
+
+    attend = ATTENTION[attention] if number == 1 else ring(mesh)
+    model = Transformer(options.width, options.depth, options.num_kv_heads, attend, in_order)
     optimizer = optax.adamw(1e-4)
-    tokens = jax.random.randint(jax.random.key(1), (options.batch, options.seq_len + 1), 0, VOCABULARY)
-    params = jax.jit(model.init)(jax.random.key(0), tokens[:, :-1])
-    state = jax.jit(optimizer.init)(params)
-    step = jax.jit(make_step(model, optimizer), donate_argnums=(0, 1)).lower(params, state, tokens).compile()
+    text = jax.random.randint(jax.random.key(1), (options.batch, options.seq_len + 1), 0, VOCABULARY)
+    batch = [jax.device_put(in_order(x, axis=1), in_shards) for x in (text[:, :-1], text[:, 1:])]
+    params = jax.device_put(jax.jit(model.init)(jax.random.key(0), batch[0]), on_all)
+    state = jax.device_put(jax.jit(optimizer.init)(params), on_all)
+    step = jax.jit(make_step(model, optimizer), donate_argnums=(0, 1), out_shardings=on_all)
+    step = step.lower(params, state, *batch).compile()
     memory = step.memory_analysis()
     losses, seconds = [], []
     for _ in range(2 + options.steps):
         start = time.perf_counter()
-        params, state, loss = step(params, state, tokens)
+        params, state, loss = step(params, state, *batch)
         losses.append(float(loss))
         seconds.append(time.perf_counter() - start)
     return {
         "seconds": float(np.median(seconds[2:])),
         "gibibytes": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30,
-        "loss": losses[0],
+        "losses": losses,
         "parameters": sum(x.size for x in jax.tree.leaves(params)),
     }
 
 
-def main() -> None:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--attention", nargs="+", choices=ATTENTION, default=list(ATTENTION))
+    parser.add_argument(
+        "--attention",
+        nargs="+",
+        choices=ATTENTION,
+        default=argparse.SUPPRESS,
+        help="(default: all; with --context-parallel jax_flash)",
+    )
     parser.add_argument("--steps", type=int, default=10, help="timed steps, after two for warm-up")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--width", type=int, default=1024, help=f"model width, in heads of {HEAD_DIM}")
     parser.add_argument("--num-kv-heads", type=int, default=2)
     parser.add_argument("--depth", type=int, default=26)
-    options = parser.parse_args()
+    parser.add_argument(
+        "--context-parallel", type=int, default=1, metavar="N", help="devices that share a sequence"
+    )
+    options = parser.parse_args(arguments)
+    number, available = options.context_parallel, len(jax.devices())
+    if not 1 <= number <= available:
+        parser.error(f"--context-parallel must be from 1 to the number of devices, {available}, got {number}")
+    if number > 1 and options.seq_len % (2 * number):
+        parser.error(f"--seq-len must be a multiple of 2 x {number} devices, got {options.seq_len}")
+    given = getattr(options, "attention", None)
+    if number > 1 and given not in (None, ["jax_flash"]):
+        parser.error(f"--context-parallel is for --attention jax_flash, got {' '.join(given)}")
+    options.attention = given or (list(ATTENTION) if number == 1 else ["jax_flash"])
+    return options
+
+
+def main() -> None:
+    options = parse_arguments()
     print(
-        f"{jax.devices()[0].device_kind}: {options.batch} x {options.seq_len} tokens, {options.depth} layers of "
-        f"{options.width}, {options.width // HEAD_DIM}/{options.num_kv_heads} heads of {HEAD_DIM}",
+        f"{options.context_parallel} x {jax.devices()[0].device_kind}: {options.batch} x {options.seq_len} tokens, "
+        f"{options.depth} layers of {options.width}, "
+        f"{options.width // HEAD_DIM}/{options.num_kv_heads} heads of {HEAD_DIM}",
         flush=True,
     )
     for attention in options.attention:
@@ -135,8 +191,8 @@ def main() -> None:
             print(f"{attention:>10}: {str(error).strip().splitlines()[0][:100]}", flush=True)
             continue
         print(
-            f"{attention:>10}: {1e3 * result['seconds']:8.1f} ms per step, {result['gibibytes']:6.2f} GiB, "
-            f"loss {result['loss']:.4f}, {result['parameters'] / 1e6:.0f} M parameters",
+            f"{attention:>10}: {1e3 * result['seconds']:8.1f} ms per step, {result['gibibytes']:6.2f} GiB, loss "
+            f"{result['losses'][0]:.4f} to {result['losses'][-1]:.4f}, {result['parameters'] / 1e6:.0f} M parameters",
             flush=True,
         )
 

@@ -654,8 +654,8 @@ CASES = [
     ),
 ]
 
-# Each option as it appears in the table of pairs of options.
-_PARTS: dict[str, dict[str, Any]] = {
+# Each option as it appears in the table of pairs of options, for 99 queries and 133 keys.
+PARTS: dict[str, dict[str, Any]] = {
     "causal": dict(is_causal=True),
     "window": dict(local_window_size=(70, 20)),
     "offset": dict(is_causal=True, query_offset=(19, -30)),
@@ -671,7 +671,7 @@ _PARTS: dict[str, dict[str, Any]] = {
     "dropout": dict(dropout_rate=0.2, dropout_seed=8),
 }
 PAIRS = [
-    _case(f"{a} and {b}", t=99, s=133, n=4, **({"k": 4, "h": 32} | _PARTS[a] | _PARTS[b]))
-    for a, b in itertools.combinations(_PARTS, 2)
+    _case(f"{a} and {b}", t=99, s=133, n=4, **({"k": 4, "h": 32} | PARTS[a] | PARTS[b]))
+    for a, b in itertools.combinations(PARTS, 2)
     if frozenset((a, b)) != {"bias", "alibi"}  # both are passed as the bias
 ]

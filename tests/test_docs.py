@@ -28,9 +28,10 @@ def test_every_parameter_is_in_the_options_page(name):
     assert re.search(rf"\b{name}\b", (DOCS / "options.md").read_text())
 
 
-def test_every_picture_of_an_option_is_shown():
-    shown = re.findall(r'src="(options/\w+\.png)"', (DOCS / "options.md").read_text())
-    assert sorted(shown) == sorted(str(path.relative_to(DOCS)) for path in DOCS.glob("options/*"))
+@pytest.mark.parametrize(("page", "folder"), [("options.md", "options"), ("long_context.md", "layouts")])
+def test_every_picture_is_shown(page, folder):
+    shown = re.findall(rf'src="({folder}/\w+\.png)"', (DOCS / page).read_text())
+    assert sorted(shown) == sorted(str(path.relative_to(DOCS)) for path in DOCS.glob(f"{folder}/*"))
 
 
 def test_every_page_is_in_the_index():

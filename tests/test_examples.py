@@ -5,6 +5,7 @@ import pathlib
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -79,3 +80,38 @@ def test_training_step_from_the_command_line(monkeypatch, capsys):
     losses = [float(re.search(r"loss ([0-9.]+)", lines[name])[1]) for name in ("jax_flash", "xla")]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-3)
     assert "cudnn" in lines
+
+
+@pytest.mark.exhaustive
+def test_training_step_with_a_sharded_sequence(monkeypatch):
+    """The losses are those of one device, but for rounding; those of float32 would show a wrong order of positions."""
+    training_step = load("training_step")
+    if len(jax.devices()) < 4:
+        pytest.skip("needs 4 devices")
+    monkeypatch.setattr(training_step, "VOCABULARY", 256)
+    monkeypatch.setattr(training_step, "DTYPE", jnp.float32)
+    argv = "--depth 2 --width 256 --num-kv-heads 1 --seq-len 64 --steps 8 --context-parallel"
+    with jax.default_matmul_precision("highest"):
+        one, four = (
+            training_step.measure("jax_flash", training_step.parse_arguments([*argv.split(), number]))[
+                "losses"
+            ]
+            for number in ("1", "4")
+        )
+    assert one[-1] < one[0] - 1
+    np.testing.assert_allclose(four, one, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--context-parallel 3 --seq-len 64", "--seq-len must be a multiple of 2 x 3 devices, got 64"),
+        ("--context-parallel 0", "--context-parallel must be from 1 to the number of devices, 4, got 0"),
+        ("--context-parallel 2 --attention xla", "--context-parallel is for --attention jax_flash, got xla"),
+    ],
+)
+def test_training_step_refuses(argv, message, monkeypatch, capsys):
+    monkeypatch.setattr(jax, "devices", lambda: [None] * 4)
+    with pytest.raises(SystemExit):
+        load("training_step").parse_arguments(argv.split())
+    assert message in capsys.readouterr().err

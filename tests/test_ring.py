@@ -3,11 +3,7 @@
 import functools
 import inspect
 import itertools
-import random
 import re
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -18,117 +14,28 @@ import numpy as np
 import oracle
 import pytest
 import quick
-from cases import CASES, DTYPES, Bias, Case, Mask, Segments
+from cases import CASES, DTYPES, Bias, Case
 from harness import mesh_of
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from strategies import LAYOUTS, OF_SEQUENCES, fitted, in_order, ring_call, run_ring
 
 import jax_flash
 
-LAYOUTS = ("contiguous", "zigzag")
 QUICK = ("causal", "everything at once")
-
-
-def fitted(case: Case, num_devices: int, layout: str) -> Case:
-    """The case with lengths that can be sharded."""
-    return harness.fitted(case, num_devices * (2 if layout == "zigzag" else 1))
-
-
-# ---- Shards ---------------------------------------------------------------------------------------------------
-
-
-def in_order(layout: str, num_devices: int, name: str, x: Any, inverse: bool = False) -> Any:
-    """An argument of the whole sequence in the order of the layout, or back."""
-    if isinstance(x, tuple):
-        return tuple(in_order(layout, num_devices, name, part, inverse) for part in x)
-    for axis in sequence_axes(name) if layout == "zigzag" else ():
-        if x.ndim >= -axis and x.shape[axis] != 1:
-            x = np.take(np.asarray(x), zigzag(x.shape[axis], num_devices, inverse), axis)
-    return x
-
-
-@functools.cache
-def zigzag(length: int, num_devices: int, inverse: bool) -> np.ndarray:
-    order = jax_flash.from_zigzag if inverse else jax_flash.to_zigzag
-    return np.asarray(order(np.arange(length, dtype=np.int32), num_devices, 0))
-
-
-def sequence_axes(name: str) -> tuple[int, ...]:
-    if name in ("bias", "mask"):
-        return -2, -1
-    return {"q": (-3,), "k": (-3,), "v": (-3,), "out": (-3,), "lse": (-2,), "segment_ids": (-1,)}.get(
-        name, ()
-    )
-
-
-def spec_of(name: str, x: Any) -> Any:
-    if isinstance(x, tuple):
-        return tuple(spec_of(name, part) for part in x)
-    axes = sequence_axes(name)[:1]  # keys of masks and biases are not sharded
-    return P(
-        *("sequence" if axis - x.ndim in axes and x.shape[axis] != 1 else None for axis in range(x.ndim))
-    )
-
-
-def ring_call(
-    mesh: Mesh, layout: str, operands: dict[str, Any], check_vma: bool = True, **static: Any
-) -> Callable:
-    """ring_attention of whole arrays in the order of the layout: out and lse."""
-
-    def local(q, k, v, operands):
-        operands = dict(operands)
-        if "alibi" in operands:
-            operands["bias"] = jax_flash.Alibi(operands.pop("alibi"))
-        if "dropout_seed" in operands:
-            operands["dropout_rng"] = jax.random.key(operands.pop("dropout_seed"))
-        return jax_flash.ring_attention(
-            q, k, v, axis_name="sequence", layout=layout, return_residual=True, **static, **operands
-        )
-
-    rows = P(None, "sequence")
-    specs = {name: spec_of(name, x) for name, x in operands.items()}
-    in_specs = (rows, rows, rows, specs)
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(rows, rows), check_vma=check_vma)
-
-
-def run(case: Case, dtype: str, mesh: Mesh, layout: str, **more: Any):
-    """What harness.run_with_operands returns, by ring_attention."""
-    number = mesh.size
-    order = functools.partial(in_order, layout, number)
-
-    @jax.jit
-    def forward_and_backward(q, k, v, dout, dlse, operands):
-        differentiable = {name: operands[name] for name in ("bias", "alibi", "sinks") if name in operands}
-        f = ring_call(mesh, layout, operands, **case.static, **more)
-        results, vjp = jax.vjp(lambda q, k, v, d: f(q, k, v, operands | d), q, k, v, differentiable)
-        return results, vjp((dout, dlse))
-
-    with harness.x64(dtype):
-        inputs = case.inputs(DTYPES[dtype])
-        names = ("q", "k", "v", "out", "lse")
-        args = [order(name, x) for name, x in zip(names, inputs, strict=True)]
-        operands = {name: order(name, x) for name, x in case.operands(DTYPES[dtype]).items()}
-        if isinstance(dict(case.options).get("query_offset"), int):
-            more["query_offset"] = int(operands.pop("query_offset"))  # known when the steps are planned
-        results, (*gradients, of_operands) = forward_and_backward(*args, operands)
-        back = functools.partial(order, inverse=True)
-        results = [
-            back(name, np.asarray(x))
-            for name, x in zip(("out", "lse", "q", "k", "v"), (*results, *gradients), strict=True)
-        ]
-        return oracle.Result(*results), {name: back(name, np.asarray(x)) for name, x in of_operands.items()}
 
 
 # ---- Every option -----------------------------------------------------------------------------------------------
 
 # Indices of harness.KINDS. On a GPU the third is float32 at its default precision, the last at its highest.
 _BFLOAT16, _FLOAT16, _FLOAT32, _MOST_EXACT = range(4)
-# The cases take turns in the layouts, numbers of devices and dtypes; each of the six places meets each of the five.
+# The cases take turns in the layouts, numbers of devices and dtypes.
 _PLACES = [(number, layout) for layout in LAYOUTS for number in (2, 4, 8)]
 _TURNS = (_FLOAT32, _MOST_EXACT, _BFLOAT16, _FLOAT16, _FLOAT32)
 _ROWS = {
     f"{case}-{'-'.join(map(str, place))}": (case, *place, kind)
     for case, place, kind in zip(CASES, itertools.cycle(_PLACES), itertools.cycle(_TURNS), strict=False)
+    if case in OF_SEQUENCES
 }
 
 
@@ -140,72 +47,10 @@ def test_every_option_is_close_to_exact(case, number, layout, kind, platform):
     mesh = mesh_of(number)
     case = fitted(case, number, layout)
     dtype, precision, rule = harness.KINDS[platform][kind]
-    got, gradients = run(case, dtype, mesh, layout, **({} if precision is None else {"precision": precision}))
-    harness.check(got, case, dtype, rule, is_rounded=number > 1)
-    harness.check_operands(gradients, case, dtype, rule)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_device_has_the_whole(layout, platform):
-    case = next(case for case in CASES if case.name == "everything at once")
-    case = fitted(case, 1, layout)
-    got, gradients = run(case, "float32", mesh_of(1), layout, precision="highest")
-    harness.check(got, case, "float32", "float32")
-    harness.check_operands(gradients, case, "float32", "float32")
-
-
-def random_case(seed: int) -> tuple[Case, int, str, dict[str, Any]]:
-    """Sizes and options, the number of devices, the layout, and options that do not change the exact result."""
-    rng = random.Random(seed)
-    number, layout = rng.choice((2, 2, 2, 3, 3, 4, 8)), rng.choice(LAYOUTS)
-    batch = rng.choice((1, 2))
-    num_heads, num_kv_heads = rng.choice(((1, 1), (2, 2), (4, 2), (3, 1)))
-    unit = number * (2 if layout == "zigzag" else 1)
-    has_dropout = rng.random() < 0.2
-    lengths = [rng.randrange(1, 2 if has_dropout else 6) for _ in "TS"]
-    t, s = (unit * (16 if has_dropout else 1) * length for length in rng.choice((lengths, lengths[:1] * 2)))
-
-    def numbers(low, high, size):
-        return tuple(rng.randrange(low, high) for _ in range(size))
-
-    def axes():
-        return "".join(rng.choice((axis, "1")) for axis in "BNTS")
-
-    slopes = tuple(rng.uniform(-0.1, 0.5) for _ in range(num_heads))
-    window = tuple(rng.choice((None, 0, rng.randrange(s))) for _ in range(2))
-    may_have = dict(
-        is_causal=(0.5, True),
-        local_window_size=(0.4, rng.choice((window, rng.randrange(s)))),
-        logits_soft_cap=(0.2, 2.0),
-        scale=(0.2, rng.choice((0.5, 0.0, -0.3))),
-        query_offset=(0.2, numbers(-t, s, batch)),
-        query_seq_lengths=(0.3, numbers(-1, t + 2, batch)),
-        key_value_seq_lengths=(0.3, numbers(-1, s + 2, batch)),
-        segment_ids=(0.25, Segments((0, 1, 2), is_sorted=rng.random() < 0.5, pair=rng.random() < 0.5)),
-        mask=(0.25, Mask(axes(), visible=0.7)),
-        sinks=(0.3, slopes),
+    got, gradients = run_ring(
+        case, dtype, mesh, layout, **({} if precision is None else {"precision": precision})
     )
-    options = {name: x for name, (chance, x) in may_have.items() if rng.random() < chance}
-    options |= rng.choice(({}, {"bias": Bias(axes())}, {"alibi": slopes}))
-    if has_dropout:
-        options |= dict(dropout_rate=0.3, dropout_seed=seed)
-    if "query_offset" not in options and rng.random() < 0.4:
-        options["query_offset"] = rng.randrange(-t, s)  # a Python int
-    h, hv = rng.choice(((8, 8), (4, 12), (16, 8)))
-    case = Case(f"random {seed}", batch, t, s, num_heads, num_kv_heads, h, hv, tuple(options.items()))
-    plain = {} if has_dropout else dict(implementation="xla")  # dropout in plain XLA compiles for seconds
-    how = rng.choice((*[{}] * 6, dict(forward_mode=True), plain))
-    return case, number, layout, how | dict(check_vma=rng.random() < 0.5)
-
-
-@pytest.mark.parametrize("seed", quick.rows(range(60), quick=range(5)))
-def test_random_case(seed, platform):
-    case, number, layout, more = random_case(seed)
-    print(case.options, number, layout, more, sep="\n")  # pytest shows it if the test fails
-    dtype, precision, rule = harness.KINDS[platform][_MOST_EXACT]
-    got, gradients = run(case, dtype, mesh_of(number), layout, precision=precision, **more)
-    harness.check(got, case, dtype, rule, is_rounded=True)
+    harness.check(got, case, dtype, rule, is_rounded=number > 1)
     harness.check_operands(gradients, case, dtype, rule)
 
 
@@ -216,7 +61,7 @@ def test_the_gradient_of_a_bias_is_rounded_once(layout, axes, platform):
     ring, whole = (
         np.sqrt(np.mean(np.square(gradients["bias"].astype(np.float64) - exact["bias"])))
         for _, gradients in (
-            run(case, "bfloat16", mesh_of(8), layout),
+            run_ring(case, "bfloat16", mesh_of(8), layout),
             harness.run_with_operands(case, "bfloat16"),
         )
     )
@@ -508,7 +353,10 @@ def test_layers_of_flax(library, layout, platform, highest):
         graph, params = nnx.split(
             nnx.MultiHeadAttention(2, 16, attention_fn=causal, decode=False, rngs=nnx.Rngs(0))
         )
-        return params, lambda params, x, mask: nnx.merge(graph, params)(x, mask=mask)
+        # A layer that takes is_causal passes it on, over a partial's.
+        takes_it = "is_causal" in inspect.signature(nnx.MultiHeadAttention.__call__).parameters
+        own = dict(is_causal=True) if takes_it else {}
+        return params, lambda params, x, mask: nnx.merge(graph, params)(x, mask=mask, **own)
 
     def results(f, params, x, mask, weights):
         def loss(params):
@@ -532,7 +380,7 @@ def test_layers_of_flax(library, layout, platform, highest):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_plain_xla(layout, platform, highest):
     case = fitted(next(case for case in CASES if case.name == "sinks, soft cap, window"), 2, layout)
-    got, gradients = run(case, "float32", mesh_of(2), layout, implementation="xla")
+    got, gradients = run_ring(case, "float32", mesh_of(2), layout, implementation="xla")
     harness.check(got, case, "float32", "float32")
     harness.check_operands(gradients, case, "float32", "float32")
 
@@ -595,68 +443,6 @@ def test_second_derivatives_need_forward_mode():
     gradient = jax.grad(lambda q: jnp.sum(f(q, *args[1:]) * dout))
     with pytest.raises(NotImplementedError, match=r'forward_mode=True, .* or with implementation="xla"'):
         jax.jvp(gradient, args[:1], args[:1])
-
-
-# ---- Several processes ---------------------------------------------------------------------------------------------
-
-_PROCESS = """
-import functools, sys
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-import jax_flash
-
-address, process = sys.argv[1], int(sys.argv[2])
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(address, num_processes=2, process_id=process)
-mesh = Mesh(np.array(jax.devices()), ("sequence",))
-shards = P(None, "sequence")
-args = [np.asarray(x) for x in jax.random.normal(jax.random.key(0), (4, 2, 32, 2, 8))]
-
-def placed(x):
-    x = np.asarray(jax_flash.to_zigzag(x, 4))
-    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, shards), lambda index: x[index])
-
-def gradients(attention, *args):
-    *args, dout = args
-    return jax.vjp(attention, *args)[1](dout)
-
-ring = functools.partial(jax_flash.ring_attention, axis_name="sequence", layout="zigzag", is_causal=True)
-ring = jax.shard_map(ring, mesh=mesh, in_specs=shards, out_specs=shards)
-got = jax.jit(functools.partial(gradients, ring))(*map(placed, args))
-want = gradients(functools.partial(jax_flash.flash_attention, is_causal=True), *args)
-for x, y in zip(got, want):
-    y = np.asarray(jax_flash.to_zigzag(y, 4))
-    assert len(x.addressable_shards) == 2
-    for shard in x.addressable_shards:
-        np.testing.assert_allclose(shard.data, y[shard.index], rtol=1e-4, atol=1e-5)
-print("close")
-"""
-
-
-@pytest.mark.exhaustive
-def test_two_processes():
-    """As on two hosts, with two devices each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-c", _PROCESS, address]
-    processes = [
-        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for i in range(2)
-    ]
-    try:
-        for process in processes:
-            printed, _ = process.communicate(timeout=120)
-            assert process.returncode == 0, printed
-            assert printed.splitlines()[-1] == "close"
-    finally:  # one that failed leaves the other waiting
-        for process in processes:
-            process.kill()
-            process.communicate()
 
 
 # ---- Order and errors -----------------------------------------------------------------------------------------------

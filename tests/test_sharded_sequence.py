@@ -9,58 +9,26 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 import quick
-from cases import CASES, DTYPES, Case
 from harness import mesh_of
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from strategies import OF_SEQUENCES, ROWS, collectives, put, run_jit
 
 import jax_flash
 from jax_flash import _primitives
 
-ROWS = P(None, "sequence", None, None)
 WHOLE = P(None, None, None, None)
-_DIFFERENTIABLE = ("bias", "alibi", "sinks")
-
-
-def put(mesh: Mesh, spec: P, *arrays: Any) -> list[jax.Array]:
-    """The arrays on a mesh; one with fewer axes than the partition has ends where it ends."""
-    return [jax.device_put(x, NamedSharding(mesh, P(*spec[: np.ndim(x)]))) for x in arrays]
-
 
 # ---- Every option -----------------------------------------------------------------------------------------------
 
-
-def run(case: Case, dtype: str, mesh: Mesh, spec_kv: P, **more: Any):
-    """What harness.run_with_operands returns, from shards."""
-    static = case.static | more
-
-    def forward_and_backward(q, k, v, dout, dlse, operands):
-        differentiable = {name: operands[name] for name in _DIFFERENTIABLE if name in operands}
-        f = functools.partial(harness.call, return_residual=True, **static)
-        results, vjp = jax.vjp(lambda q, k, v, d: f(q, k, v, operands | d), q, k, v, differentiable)
-        return results, vjp((dout, dlse))
-
-    with harness.x64(dtype):
-        q, k, v, dout, dlse = case.inputs(DTYPES[dtype])
-        (q, dout, dlse), (k, v) = put(mesh, ROWS, q, dout, dlse), put(mesh, spec_kv, k, v)
-        results, gradients = jax.jit(forward_and_backward)(q, k, v, dout, dlse, case.operands(DTYPES[dtype]))
-        for x, like in zip((*results, gradients[0]), (dout, dlse, q), strict=True):
-            assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
-        *of_inputs, of_operands = jax.tree.map(np.asarray, gradients)
-        return oracle.Result(*map(np.asarray, results), *of_inputs), of_operands
-
-
-# Rows that have an option of their own, or a place in the sequence. They take turns in the numbers of devices, the
-# shardings of the keys and the dtypes.
-_CASES = [case for case in CASES if not re.match("tiles|decode|head dim|values|.*head dim", case.name)]
+# The cases take turns in the numbers of devices, the shardings of the keys and the dtypes.
 _TURNS = (2, 0, 3, 1)  # of harness.KINDS
 _EVERY_OPTION = {
     f"{case}-{number}-{'sharded' if spec == ROWS else 'whole'} keys": (case, number, spec, kind)
     for case, number, spec, kind in zip(
-        _CASES,
+        OF_SEQUENCES,
         itertools.cycle((8, 4, 2)),
         itertools.cycle((ROWS, ROWS, ROWS, ROWS, WHOLE)),
         itertools.cycle(_TURNS),
@@ -81,7 +49,7 @@ def test_every_option(case, number, spec_kv, kind, platform):
     case = harness.fitted(case, number)
     dtype, precision, rule = harness.KINDS[platform][kind]
     more = {} if precision is None else {"precision": precision}
-    got, gradients = run(case, dtype, mesh_of(number), spec_kv, **more)
+    got, gradients = run_jit(case, dtype, mesh_of(number), spec_kv, **more)
     of_rows = ("out", "lse", "dq")
     if platform == "cpu":  # the same bits as on one device
         whole = harness.run(case, dtype, **more)
@@ -104,16 +72,6 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
 
 def inputs() -> list[np.ndarray]:
     return [random(B, T, N, H, seed=1), random(B, S, K, H, seed=2), random(B, S, K, HV, seed=3)]
-
-
-def collectives(text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """What moves between devices in a compiled program: the operation and the shape of each array."""
-    kinds = "all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute"
-    return [
-        (kind, tuple(map(int, filter(None, shape.split(",")))))
-        for arrays, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text)
-        for shape in re.findall(r"\w+\[([\d,]*)\]", arrays)
-    ]
 
 
 def assert_no_queries_move(moved: list[tuple[str, tuple[int, ...]]]) -> None:

@@ -1,0 +1,311 @@
+"""A model of the time of attention whose sequence is sharded over GPUs, forward and backward, by each strategy.
+
+    python benchmarks/context_parallel_model.py  # the tables of docs/long_context.md
+
+It is a model: kernels, memory and links are a few numbers each, and nothing disturbs anything else. Its time on one
+GPU is within a tenth of what was measured on an H200. Several GPUs have not been measured yet.
+`context_parallel.py` measures the GPUs of one host and prints its predictions beside the times.
+
+Which chunks meet in which step of a ring, and which keys a window moves, is asked of the package.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_flash import _halo, _ring
+from jax_flash._options import AttentionOptions
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+# ---- Machines ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """What a GPU sends and receives at a time."""
+
+    bandwidth: float  # bytes a second that transfers attain, in each direction
+    latency: float  # seconds from one GPU to the next
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """Fitted to benchmarks/results/h200.json at head dim 128."""
+
+    flops: float  # a second
+    # A row of queries costs as much as if it saw so many keys more. The backward pass is split over keys: there a key
+    # costs as if so many queries more saw it.
+    edge: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    name: str
+    gpus_per_node: int
+    in_node: Link
+    between_nodes: Link  # of each GPU
+    forward: Kernel = Kernel(737e12, 309)
+    backward: Kernel = Kernel(594e12, 368)
+    memory: float = 4.28e12  # bytes a second of a copy, read and write together
+    call: float = 10e-6  # seconds that a kernel or a collective takes besides
+
+    def link(self, num_devices: int) -> Link:
+        """The slowest of a ring."""
+        return self.in_node if num_devices <= self.gpus_per_node else self.between_nodes
+
+    def send(self, num_bytes: float, num_devices: int) -> float:
+        """Seconds in which all devices pass so many bytes on, each to another one."""
+        link = self.link(num_devices)
+        return self.call + link.latency + num_bytes / link.bandwidth
+
+    def gather(self, num_bytes: float, num_devices: int) -> float:
+        """Seconds of an all-gather whose result has so many bytes, or of a reduce-scatter of as many.
+
+        Rings go through all GPUs; between two nodes there are as many rings as a node has GPUs.
+        """
+        nodes = math.ceil(num_devices / self.gpus_per_node)
+        in_node = (num_devices - 1) / num_devices * num_bytes / self.in_node.bandwidth
+        between = (nodes - 1) / nodes * num_bytes / (self.gpus_per_node * self.between_nodes.bandwidth)
+        latency = (num_devices - nodes) * self.in_node.latency + (nodes - 1) * self.between_nodes.latency
+        return self.call + latency + max(in_node, between)
+
+
+_ATTAINED = 0.8  # of a link's bandwidth
+
+H200 = Machine(
+    "nodes of 8 H200, NVLink 4 (450 GB/s a direction), InfiniBand NDR (400 Gb/s a GPU)",
+    gpus_per_node=8,
+    in_node=Link(_ATTAINED * 450e9, 3e-6),
+    between_nodes=Link(_ATTAINED * 50e9, 10e-6),
+)
+
+
+# ---- Work -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """One call of self-attention. A row sees an interval of the keys."""
+
+    batch: int
+    length: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    is_causal: bool = False
+    window: tuple[int, int] | None = None
+    segments: tuple[int, ...] | None = None  # the lengths of packed sequences
+    itemsize: int = 2
+
+    @property
+    def options(self) -> AttentionOptions:
+        return AttentionOptions.resolve(
+            self.head_dim, is_causal=self.is_causal, local_window_size=self.window
+        )
+
+    def query_bytes(self, rows: float) -> float:
+        return self.batch * rows * self.num_heads * self.head_dim * self.itemsize
+
+    def key_bytes(self, keys: float, itemsize: int | None = None) -> float:
+        """Of keys and values, or of their gradients with another itemsize."""
+        return 2 * self.batch * keys * self.num_kv_heads * self.head_dim * (itemsize or self.itemsize)
+
+    def seen(self, num_chunks: int) -> "Seen":
+        """What each chunk of queries sees of each chunk of keys."""
+        stride = max(1, self.length // 2**16)  # one row stands for some
+        row = np.arange(stride // 2, self.length, stride)
+        first, end = np.zeros_like(row), np.full_like(row, self.length)
+        if self.segments:
+            ends = np.cumsum(self.segments)
+            own = np.searchsorted(ends, row, side="right")
+            first, end = ends[own] - np.array(self.segments)[own], ends[own]
+        before, behind = self.options.reach
+        first = first if before < 0 else np.maximum(first, row - before)
+        end = end if behind < 0 else np.minimum(end, row + behind + 1)
+        chunk = self.length // num_chunks
+        columns = []
+        for begin in range(0, self.length, chunk):
+            first_here, end_here = (
+                np.clip(x, begin, begin + chunk).reshape(num_chunks, -1) for x in (first, end)
+            )
+            counts = np.maximum(end_here - first_here, 0)
+            sees = counts > 0
+            most = np.max(end_here, 1, initial=0, where=sees) - np.min(
+                first_here, 1, initial=self.length, where=sees
+            )
+            columns.append((stride * counts.sum(1), stride * sees.sum(1), np.maximum(most, 0)))
+        return Seen(*(np.stack(x, 1).astype(float) for x in zip(*columns, strict=True)))
+
+    def kernel(self, machine: Machine, direction: str, seen: "Seen") -> np.ndarray:
+        """Seconds of each call."""
+        if direction == FORWARD:
+            kernel, flops, edges = machine.forward, 4, seen.rows
+        else:
+            kernel, flops, edges = machine.backward, 10, seen.keys
+        flops *= self.batch * self.num_heads * self.head_dim
+        return machine.call + flops * (seen.pairs + kernel.edge * edges) / kernel.flops
+
+
+class Seen(NamedTuple):
+    """Of calls: how many pairs of query and key are visible, how many rows see a key, how many keys are seen."""
+
+    pairs: np.ndarray
+    rows: np.ndarray
+    keys: np.ndarray
+
+    def of_all_keys(self) -> "Seen":
+        """Of one call for each chunk of queries instead of one for each chunk of keys, too."""
+        return Seen(self.pairs.sum(1), self.rows.max(1), self.keys.sum(1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Of a forward and a backward pass."""
+
+    seconds: float
+    in_turn: float  # seconds, if no transfer runs beside a kernel
+    arriving: float  # bytes at a device
+
+
+# ---- Strategies -------------------------------------------------------------------------------------------
+
+
+def one_device(machine: Machine, attention: Attention) -> float:
+    """Seconds."""
+    return sum(attention.kernel(machine, x, attention.seen(1)).item() for x in (FORWARD, BACKWARD))
+
+
+def ring(machine: Machine, attention: Attention, num_devices: int, layout: str) -> Prediction:
+    """`ring_attention`: in each step a kernel for each pair of chunks, with the next keys on their way."""
+    # Without a causal mask or a window the keys of a shard may be in any order.
+    num_chunks = 2 if layout == "zigzag" and attention.options.reach != (-1, -1) else 1
+    chunk = attention.length // (num_devices * num_chunks)
+    plan = _ring._Ring.of("", num_devices, num_chunks, chunk, chunk, attention.options, 0)
+    shard = attention.key_bytes(attention.length / num_devices)
+    sums = attention.key_bytes(attention.length / num_devices, itemsize=4)
+
+    seen = attention.seen(num_devices * num_chunks)
+
+    def kernels_of(step: _ring._Step, device: int, of_pair: np.ndarray) -> float:
+        sender = (device - step.shift) % num_devices
+        return sum(of_pair[plan.chunk(device, i), plan.chunk(sender, j)] for i, j in step.pairs[device])
+
+    seconds = in_turn = arriving = 0.0
+    for direction in (FORWARD, BACKWARD):
+        of_pair = attention.kernel(machine, direction, seen)
+        of_pair += _merged_bytes(attention, direction, chunk, num_chunks > 1) / machine.memory
+        for step, next_step in itertools.zip_longest(plan.steps, plan.steps[1:]):
+            # The gradients of the step before, in float32, and the keys of the next one travel under the kernels.
+            travelling = (sums if direction == BACKWARD and step.shift else 0) + (shard if next_step else 0)
+            kernels = max(kernels_of(step, device, of_pair) for device in range(num_devices))
+            transfer = machine.send(travelling, num_devices) if travelling else 0
+            seconds += max(kernels, transfer)
+            in_turn += kernels + transfer
+            arriving += travelling
+    if plan.steps and plan.steps[-1].shift:  # the gradients go home
+        seconds += machine.send(sums, num_devices)
+        in_turn += machine.send(sums, num_devices)
+        arriving += sums
+    return Prediction(seconds, in_turn, arriving)
+
+
+def _merged_bytes(attention: Attention, direction: str, chunk: int, is_part: bool) -> float:
+    """What a pair of chunks reads and writes around its kernel: copies of parts of a shard, sums in float32."""
+    queries, keys = attention.query_bytes(chunk), attention.key_bytes(chunk)
+    copied = 2 * ((queries if direction == FORWARD else 3 * queries) + keys) if is_part else 0
+    summed = queries if direction == FORWARD else queries + keys
+    return copied + summed * (1 + 2 * 4 / attention.itemsize)
+
+
+def gathered(machine: Machine, attention: Attention, num_devices: int) -> Prediction:
+    """Sharded `jit`: all keys are gathered before the kernels, their gradients reduced and scattered behind them."""
+    keys = attention.key_bytes(attention.length)
+    sums = attention.key_bytes(attention.length, itemsize=4)
+    seconds = machine.gather(keys, num_devices) + machine.gather(sums, num_devices)
+    seconds += (keys + sums) / machine.memory  # the gradients as float32
+    seen = attention.seen(num_devices).of_all_keys()
+    seconds += sum(attention.kernel(machine, x, seen).max() for x in (FORWARD, BACKWARD))
+    return Prediction(seconds, seconds, (num_devices - 1) / num_devices * (keys + sums))
+
+
+def exchanged(machine: Machine, attention: Attention, num_devices: int) -> Prediction:
+    """What the package does not do: `gathered`, where devices d and n - 1 - d exchange half of their queries.
+
+    Then all have equally much to do in a causal call. The queries, the output, its gradient and dq move.
+    """
+    plain = gathered(machine, attention, num_devices)
+    seen = attention.seen(num_devices).of_all_keys()
+    half = attention.query_bytes(attention.length / num_devices / 2)
+    seconds = plain.seconds + 4 * machine.send(half, num_devices)
+    for direction in (FORWARD, BACKWARD):  # two calls
+        kernels = attention.kernel(machine, direction, seen)
+        seconds += kernels.mean() + machine.call - kernels.max()
+    return Prediction(seconds, seconds, plain.arriving + 4 * half)
+
+
+def halo(machine: Machine, attention: Attention, num_devices: int) -> Prediction:
+    """Sharded `jit` in a window: the keys that a device sees, in an array of the whole length whose rest is zeros."""
+    rows = attention.length // num_devices
+    plan = _halo.Halo("", num_devices, rows, attention.options.reach)
+    moved = [attention.key_bytes(x.end - x.begin) for x in plan._transfers()]
+    # Keys for each pass, and their gradients.
+    seconds = 3 * sum(machine.send(x, num_devices) for x in moved)
+    seconds += 3 * attention.key_bytes(attention.length) / machine.memory
+    seen = attention.seen(num_devices).of_all_keys()
+    seconds += sum(attention.kernel(machine, x, seen).max() for x in (FORWARD, BACKWARD))
+    return Prediction(seconds, seconds, 3 * sum(moved))
+
+
+STRATEGIES: dict[str, Callable[[Machine, Attention, int], Prediction]] = {
+    "ring, zigzag": functools.partial(ring, layout="zigzag"),
+    "ring, contiguous": functools.partial(ring, layout="contiguous"),
+    "gathered": gathered,
+    "window": halo,
+    "exchanged": exchanged,
+}
+
+
+# ---- Tables -----------------------------------------------------------------------------------------------
+
+LLAMA = dict(batch=1, num_heads=32, num_kv_heads=8, head_dim=128)
+NUMBERS = (2, 8, 16, 32, 64, 128, 256)
+
+
+def speedup(strategy: Callable, attention: Attention, num_devices: int) -> float:
+    return one_device(H200, attention) / strategy(H200, attention, num_devices).seconds
+
+
+def table(attentions: Iterable[Attention], strategies: Iterable[str]) -> str:
+    """How many times as fast as one device, for each number of devices."""
+    columns = [
+        (f"{x.length:,}: {name}", x, STRATEGIES[name])
+        for x, name in itertools.product(attentions, strategies)
+    ]
+    lines = [["devices", *(name for name, *_ in columns)], ["---"] * (1 + len(columns))]
+    for number in NUMBERS:
+        speeds = [speedup(strategy, x, number) for _, x, strategy in columns]
+        lines.append([str(number), *(f"{x:.0f}" if x >= 99.5 else f"{x:.3g}" for x in speeds)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def tables() -> list[str]:
+    """Those of docs/long_context.md: causal, in a window, and what is not built."""
+    lengths = (131_072, 1_048_576)
+    causal = [Attention(length=length, is_causal=True, **LLAMA) for length in lengths]
+    window = [Attention(length=length, window=(8192, 0), **LLAMA) for length in lengths]
+    return [
+        table(causal, ("ring, zigzag", "ring, contiguous", "gathered")),
+        table(window, ("window", "ring, contiguous")),
+        table(causal, ("gathered", "exchanged")),
+    ]
+
+
+if __name__ == "__main__":
+    print(H200.name, *tables(), sep="\n\n")
