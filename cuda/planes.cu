@@ -12,6 +12,7 @@ namespace jax_flash::cuda {
 namespace {
 
 inline constexpr int kThreads = 256;
+inline constexpr int kMaxColumns = 256;  // Hopper's kernels have no more
 
 // An array [B, length, K * group, columns], of which a block of threads takes `rows` rows of a key head.
 struct PlaneSource {
@@ -46,13 +47,22 @@ class PlaneRowsOfThread {
   template <class F>
   __device__ __forceinline__ void for_each(const F& f) const {
     if (first_ < 0) return;
-    const int64_t row_elements = int64_t{num_kv_heads_} * source.group * source.columns;
-    const int64_t base = (int64_t{batch} * source.length + row0_) * row_elements +
-                         int64_t{kv_head} * source.group * source.columns + column();
+    const int group = source.group, columns = source.columns;
+    const int64_t row_elements = int64_t{num_kv_heads_} * group * columns;
+    const int row = first_ / group;
+    int head = first_ - row * group;
+    const int more_rows = step_ / group, more_heads = step_ - more_rows * group;
+    int64_t offset = (int64_t{batch} * source.length + row0_ + row) * row_elements +
+                     (int64_t{kv_head} * group + head) * columns + column();
 #pragma unroll 4
     for (int i = first_; i < items_; i += step_) {
-      const int row = i / source.group, head = i - row * source.group;
-      f(base + row * row_elements + head * source.columns);
+      f(offset);
+      offset += more_rows * row_elements + more_heads * columns;
+      head += more_heads;
+      if (head >= group) {
+        head -= group;
+        offset += row_elements - group * columns;
+      }
     }
   }
 
@@ -90,10 +100,19 @@ __global__ void __launch_bounds__(kThreads)
       if (magnitudes[i] < INFINITY) maxima[i] = fmaxf(maxima[i], magnitudes[i]);
     }
   });
-  int32_t* to = PlaneScales(sources.params, rows.batch, rows.kv_head).column_maxima(rows.array);
+
+  // ---- Of the block, then of all: as integers, magnitudes have the order of floats ----
+  __shared__ int32_t of_block[kMaxColumns];
+  for (int i = threadIdx.x; i < rows.source.columns; i += kThreads) of_block[i] = 0;
+  __syncthreads();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if (maxima[i] > 0) atomicMax(to + rows.column() + i, __float_as_int(maxima[i]));
+    if (maxima[i] > 0) atomicMax(of_block + rows.column() + i, __float_as_int(maxima[i]));
+  }
+  __syncthreads();
+  int32_t* to = PlaneScales(sources.params, rows.batch, rows.kv_head).column_maxima(rows.array);
+  for (int i = threadIdx.x; i < rows.source.columns; i += kThreads) {
+    if (of_block[i] > 0) atomicMax(to + i, of_block[i]);
   }
 }
 
