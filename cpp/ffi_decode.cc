@@ -80,8 +80,7 @@ ffi::Error ReadInputs(CallReader& call, bool is_paged, ffi::DataType* dtype, Att
         params->page_size >= kMaxSize || params->num_pages * params->page_size >= int64_t{1} << 31) {
       return ffi::Error::InvalidArgument(
           "jax_flash: pages must be at least one, of at least one key, below 2^29, and of less than 2^31 "
-          "keys in all, "
-          "got shape " +
+          "keys in all, got shape " +
           ToString(k_dims) + ".");
     }
     if (params->pages_per_sequence > (kMaxSize - 1) / params->page_size) {

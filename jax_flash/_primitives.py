@@ -600,8 +600,8 @@ def _num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions
     if min(options.reach) >= 0:  # the first block of keys may begin before the first that a query sees
         keys = min(keys, sum(options.reach) + seqlen_q + _library.constants()["kVisibilityBlock"])
     if _is_decoding(q, k, v):
-        # A part writes 4 bytes for each row and column, so longer sequences have longer parts; but one sequence alone
-        # must have parts for all multiprocessors of a GPU.
+        # A part writes 4 bytes for each row and column, so longer sequences have longer parts; of 1,024 keys at most,
+        # so that a long sequence alone has parts for all multiprocessors of a GPU.
         part = 256 if keys <= 4096 else 512 if keys < 8192 else 1024
         return -(-keys // part)
     # Hopper's tiles have up to 256 rows, so a few hundred queries are too few tiles. These parts are of all keys: a
