@@ -2,8 +2,9 @@
 //
 // TF32 and float16 have significands of 11 bits. Multiplied by a power of two, so that the largest magnitude
 // of a head is at least 2^14, float32 rounded to float16 is as exact as in TF32, unless it is less than 2^-28
-// of that: below, the error is what it is there. Tensor cores multiply float16 at twice the rate of TF32, of
-// half of the bytes, and can transpose either operand.
+// of that: below, the error is what it is there. ds carries p, too, so its range is narrower: docs/design.md
+// says where it ends. Tensor cores multiply float16 at twice the rate of TF32, of half of the bytes, and can
+// transpose either operand.
 //
 // Exponents are those of a key head: its query heads have the same, because dk and dv are summed over them.
 //

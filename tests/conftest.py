@@ -31,7 +31,7 @@ LEFT_OUT = pytest.StashKey[int]()
 
 def pytest_addoption(parser) -> None:
     parser.addoption(
-        "--all", action="store_true", help="run the exhaustive tests, too, and compile with all optimizations"
+        "--all", action="store_true", help="run the exhaustive tests, too, and the quick ones optimized"
     )
     group = parser.getgroup("random cases", "test_random.py")
     group.addoption("--random-cases", type=int, help="number of cases (100 with --all, else 15)")
@@ -40,8 +40,6 @@ def pytest_addoption(parser) -> None:
 
 
 def pytest_configure(config) -> None:
-    # Most of a test's time is XLA's, which compiles what is around the kernels. The kernels are compiled already.
-    jax.config.update("jax_disable_most_optimizations", not config.getoption("all"))
     if EMULATES:
         import emulated
 
@@ -96,6 +94,16 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
 def platform(request) -> str:
     """Each available platform; the test runs on its first device."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def optimizations(request) -> None:
+    """XLA's optimizations: with --all, where the quick run has the test, too, which then runs in both ways.
+
+    Most of a test's time is XLA's, which compiles what is around the kernels. The kernels are compiled already.
+    """
+    is_optimized = request.config.getoption("all") and not request.node.get_closest_marker("exhaustive")
+    jax.config.update("jax_disable_most_optimizations", not is_optimized)
 
 
 @pytest.fixture

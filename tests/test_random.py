@@ -217,9 +217,17 @@ def check_tangent(case: RandomCase, arguments: Arrays, got: np.ndarray) -> None:
     Errors of single elements average out, so the limit is a few units of roundoff of the terms.
     """
     want = exact(case, arguments)
-    terms = np.concatenate(
-        [(want[name] * np.sign(arguments[name].astype(np.float64))).ravel() for name in case.differentiated]
-    )
+
+    def direction(name: str) -> np.ndarray:
+        """With an axis for each loop of the gradient, also those that share the argument."""
+        x, axis = np.sign(arguments[name].astype(np.float64)), 0
+        for i, is_mapped in enumerate(case.mapped(name)):
+            if not is_mapped and i not in case.summed(name):
+                x = np.expand_dims(x, axis)
+            axis += i not in case.summed(name)
+        return x
+
+    terms = np.concatenate([(want[name] * direction(name)).ravel() for name in case.differentiated])
     unit = closeness.UNIT_ROUNDOFF.get(case.rule) or 10 * closeness.FULL_PRECISION[case.rule]
     size = max(np.abs(terms).sum(), *(case.cancelling(name, arguments) for name in case.differentiated), 1.0)
     np.testing.assert_allclose(got, terms.sum(), rtol=0, atol=4 * unit * size)
