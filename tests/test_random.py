@@ -222,9 +222,11 @@ def check_tangent(case: RandomCase, arguments: Arrays, got: np.ndarray) -> None:
         """With an axis for each loop of the gradient, also those that share the argument."""
         x, axis = np.sign(arguments[name].astype(np.float64)), 0
         for i, is_mapped in enumerate(case.mapped(name)):
-            if not is_mapped and i not in case.summed(name):
+            if i in case.summed(name):
+                continue
+            if not is_mapped:
                 x = np.expand_dims(x, axis)
-            axis += i not in case.summed(name)
+            axis += 1
         return x
 
     terms = np.concatenate([(want[name] * direction(name)).ravel() for name in case.differentiated])
