@@ -261,7 +261,8 @@ ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi:
   Workspace workspace;
   RETURN_IF_ERROR(TakeWorkspace(call, Pass::kForward, *params, /*num_directions=*/1, &workspace));
   params->tile_counter = workspace.tile_counter.data;
-  params->planes = PlanesOf(workspace);
+  params->planes =
+      params->num_pages ? PlaneWorkspace{} : PlanesOf(workspace);  // they are made of rows in order
   params->num_key_parts = workspace.key_parts.dims.empty() ? 0 : workspace.key_parts.dims[0];
   params->key_parts = workspace.key_parts.data;
   params->visible = VisibilityOf(workspace, params->mask);

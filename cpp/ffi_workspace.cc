@@ -21,7 +21,7 @@ ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& par
   const bool is_backward_tangent = pass == Pass::kBackwardTangent;
   const bool is_gradient = is_backward || pass == Pass::kBackwardBias || is_backward_tangent;
   const bool is_16_bit = params.dtype == DType::kFloat16 || params.dtype == DType::kBFloat16;
-  const bool may_have_planes = kHasPlanes && params.dtype == DType::kFloat32 && (is_forward || is_backward);
+  const bool may_have_planes = params.dtype == DType::kFloat32 && (is_forward || is_backward);
   const bool is_deterministic = params.options.deterministic;
   const bool has_mask = !!params.mask, has_segments = params.has_segments();
   const int64_t B = params.batch, N = params.num_heads, K = params.num_kv_heads;
@@ -60,7 +60,7 @@ ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& par
 #include "workspace.def"
 #undef WORKSPACE
 
-  const Dims& dq_dims = workspace->dq_accum.dims;
+  const Dims& dq_dims = planes > 0 ? workspace->plane_dq.dims : workspace->dq_accum.dims;
   workspace->leaves_dq = !dq_dims.empty() && dq_dims[1] == 0;
   return ffi::Error::Success();
 }

@@ -54,7 +54,6 @@ const Constant kConstants[] = {
     {"kFragmentRows", kFragmentRows},
     {"kShortLength", kShortLength},
     {"kPlaneScales", kPlaneScales},
-    {"kHasPlanes", kHasPlanes},
 };
 
 Library describe() {

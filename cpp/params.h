@@ -91,15 +91,8 @@ struct PlaneWorkspace {
   JAX_FLASH_INLINE explicit operator bool() const { return scales != nullptr; }
 };
 
-// Were the kernels for planes compiled?
-#ifdef JAX_FLASH_PLANES
-inline constexpr bool kHasPlanes = true;
-#else
-inline constexpr bool kHasPlanes = false;
-#endif
-
-// Exponents and bounds of a key head in PlaneWorkspace::scales, before the largest magnitudes of its columns.
-inline constexpr int64_t kPlaneScales = 8;
+// Numbers of a key head in PlaneWorkspace::scales, before the largest magnitudes of its columns.
+inline constexpr int64_t kPlaneScales = 12;
 
 struct AttentionParams {
   DType dtype;  // of q, k, v, out and their gradients

@@ -12,6 +12,7 @@
 #include "launch.h"
 #include "mask.cuh"
 #include "params.h"
+#include "planes.cuh"
 #include "softmax.cuh"
 
 namespace jax_flash::cuda {
@@ -71,6 +72,9 @@ __global__ void __launch_bounds__(kDeltaThreads) delta_kernel(const __grid_const
     }
   }
 
+  if constexpr (sizeof(Element) == 4) {
+    if (planes_hold(params, batch, head / (num_heads / static_cast<int>(params.num_kv_heads)))) return;
+  }
   const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const int vectors = static_cast<int>(params.head_dim_v) / V::kCount;  // of a row
   const int q_length = Mask(params, batch).q_length;

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <type_traits>
 
 #include "arithmetic.h"
 #include "launch.h"
@@ -133,6 +134,36 @@ bool is_short(const AttentionParams& params) {
          params.seqlen_kv <= kShortLength;
 }
 
+Status try_forward(const ForwardParams& params, const Context& context) {
+  return try_kernels(Direction::forward, params, context);
+}
+
+Status try_backward(const BackwardParams& params, const Context& context) {
+  const Status status = try_kernels(Direction::backward, params, context);
+  if (status.failed() || !params.leaves_dq) return status;
+  return try_kernels(Direction::backward_dq, params, context);
+}
+
+// Runs Hopper's kernels on the planes of float32, then the portable ones, which compute the key heads that
+// planes do not hold.
+template <class Params>
+Status try_planes(Params params, const Context& context, Status (*run)(const Params&, const Context&)) {
+  if (!params.planes || context.only_arch == "sm80") return Status::not_served();
+  Context only = context;
+  only.only_arch = "sm90";
+  if (const Status status = run(params, only); status.failed()) return status;
+  only.only_arch = "sm80";
+  // Sums of dq in memory would have to begin with 0.
+  if constexpr (std::is_same_v<Params, BackwardParams>) params.leaves_dq = true;
+  return run(params, only);
+}
+
+template <class Params>
+Params without_planes(Params params) {
+  params.planes = {};
+  return params;
+}
+
 // Like try_kernels, with a sentence if no kernel does what is asked.
 std::string run_kernel(Direction direction, const AttentionParams& params, const Context& context) {
   const Status status = try_kernels(direction, params, context);
@@ -210,7 +241,9 @@ std::string run_forward(const ForwardParams& params, cudaStream_t stream, int de
     const Status status = try_kernels(Direction::short_forward, params, context);
     if (status.is_served()) return describe(status.error());
   }
-  return run_kernel(Direction::forward, params, context);
+  if (const Status status = try_planes(params, context, try_forward); status.is_served())
+    return describe(status.error());
+  return run_kernel(Direction::forward, without_planes(params), context);
 }
 
 std::string run_backward(const BackwardParams& params, cudaStream_t stream, int device) {
@@ -223,9 +256,11 @@ std::string run_backward(const BackwardParams& params, cudaStream_t stream, int 
     const Status status = try_kernels(Direction::short_backward, params, context);
     if (status.is_served()) return describe(status.error());
   }
-  if (std::string message = run_kernel(Direction::backward, params, context); !message.empty())
-    return message;
-  return params.leaves_dq ? run_kernel(Direction::backward_dq, params, context) : "";
+  if (const Status status = try_planes(params, context, try_backward); status.is_served())
+    return describe(status.error());
+  const BackwardParams own = without_planes(params);
+  if (std::string message = run_kernel(Direction::backward, own, context); !message.empty()) return message;
+  return own.leaves_dq ? run_kernel(Direction::backward_dq, own, context) : "";
 }
 
 std::string run_tangent(const TangentParams& params, cudaStream_t stream, int device) {

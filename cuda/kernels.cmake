@@ -33,7 +33,7 @@ if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
 endif()
 
 # float32 as scaled float16 (planes.cuh), at the precision of TF32.
-if(JAX_FLASH_PLANES AND 90 IN_LIST JAX_FLASH_CUDA_ARCHS)
+if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
   foreach(head_dim IN LISTS JAX_FLASH_HEAD_DIMS)
     if(head_dim MATCHES "^(32|64|96|128|192|256)$")
       foreach(direction IN ITEMS forward backward backward_dq)

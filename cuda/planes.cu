@@ -13,6 +13,11 @@ namespace {
 
 inline constexpr int kThreads = 256;
 inline constexpr int kMaxColumns = 256;  // Hopper's kernels have no more
+inline constexpr int kChunkItems = 256;  // rows of all heads of a block, at least: 128 KB at head dim 128
+inline constexpr int kGroupRows = 32;    // of those that PlaneScales::hold looks at
+inline constexpr int kMaxGroups =
+    kChunkItems / kGroupRows;  // of a chunk: what is more counts as the last one
+inline constexpr int32_t kMagnitudeBits = 0x7fffffff;
 
 // An array [B, length, K * group, columns], of which a block of threads takes `rows` rows of a key head.
 struct PlaneSource {
@@ -43,27 +48,34 @@ class PlaneRowsOfThread {
 
   __device__ __forceinline__ int column() const { return 4 * column_; }
 
-  // Calls f(offset) for each row and query head: where this thread's columns begin.
-  template <class F>
-  __device__ __forceinline__ void for_each(const F& f) const {
-    if (first_ < 0) return;
+  // Calls f(offset) for each row and query head: where this thread's columns begin; and for every kGroupRows
+  // of them, end(group), in all threads of the block.
+  template <class F, class End>
+  __device__ __forceinline__ void for_each(const F& f, const End& end) const {
     const int group = source.group, columns = source.columns;
     const int64_t row_elements = int64_t{num_kv_heads_} * group * columns;
     const int row = first_ / group;
     int head = first_ - row * group;
     const int more_rows = step_ / group, more_heads = step_ - more_rows * group;
+    const int steps_of_group = max(kGroupRows / step_, 1);
     int64_t offset = (int64_t{batch} * source.length + row0_ + row) * row_elements +
                      (int64_t{kv_head} * group + head) * columns + column();
+    int steps = 0, index = 0;
 #pragma unroll 4
-    for (int i = first_; i < items_; i += step_) {
-      f(offset);
+    for (int first = 0; first < items_; first += step_) {
+      if (is_used_ && first + first_ < items_) f(offset);
       offset += more_rows * row_elements + more_heads * columns;
       head += more_heads;
       if (head >= group) {
         head -= group;
         offset += row_elements - group * columns;
       }
+      if (++steps == steps_of_group) {
+        end(index++);
+        steps = 0;
+      }
     }
+    if (steps > 0) end(index);
   }
 
  private:
@@ -82,37 +94,55 @@ class PlaneRowsOfThread {
     step_ = kThreads / pieces;
     const int thread = static_cast<int>(threadIdx.x);
     column_ = thread % pieces;
-    first_ = thread / pieces < step_ ? thread / pieces : -1;
+    first_ = thread / pieces;
+    is_used_ = first_ < step_;
   }
 
   int num_kv_heads_, row0_, items_, column_, first_, step_;
+  bool is_used_;
 };
 
 __global__ void __launch_bounds__(kThreads)
     plane_maxima_kernel(const __grid_constant__ PlaneSources sources) {
   const PlaneRowsOfThread rows = PlaneRowsOfThread::of_block(sources);
-  float maxima[4] = {};
-  rows.for_each([&](int64_t offset) {
-    const float4 x = *reinterpret_cast<const float4*>(rows.source.data + offset);
-    const float magnitudes[4] = {fabsf(x.x), fabsf(x.y), fabsf(x.z), fabsf(x.w)};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (magnitudes[i] < INFINITY) maxima[i] = fmaxf(maxima[i], magnitudes[i]);
-    }
-  });
-
-  // ---- Of the block, then of all: as integers, magnitudes have the order of floats ----
-  __shared__ int32_t of_block[kMaxColumns];
-  for (int i = threadIdx.x; i < rows.source.columns; i += kThreads) of_block[i] = 0;
+  __shared__ int32_t of_columns[kMaxColumns], of_groups[kMaxGroups];
+  for (int i = threadIdx.x; i < rows.source.columns; i += kThreads) of_columns[i] = 0;
+  for (int i = threadIdx.x; i < kMaxGroups; i += kThreads) of_groups[i] = 0;
   __syncthreads();
+
+  // As integers, magnitudes have the order of floats; what is not finite comes last.
+  int32_t maxima[4] = {}, of_group = 0;
+  rows.for_each(
+      [&](int64_t offset) {
+        const int4 x = *reinterpret_cast<const int4*>(rows.source.data + offset);
+        const int32_t magnitudes[4] = {x.x & kMagnitudeBits, x.y & kMagnitudeBits, x.z & kMagnitudeBits,
+                                       x.w & kMagnitudeBits};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          maxima[i] = max(maxima[i], magnitudes[i]);
+          of_group = max(of_group, magnitudes[i]);
+        }
+      },
+      [&](int group) {
+        of_group = __reduce_max_sync(0xffffffff, of_group);
+        if (lane_id() == 0 && of_group > 0) atomicMax(of_groups + min(group, kMaxGroups - 1), of_group);
+        of_group = 0;
+      });
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if (maxima[i] > 0) atomicMax(of_block + rows.column() + i, __float_as_int(maxima[i]));
+    if (maxima[i] > 0) atomicMax(of_columns + rows.column() + i, maxima[i]);
   }
   __syncthreads();
-  int32_t* to = PlaneScales(sources.params, rows.batch, rows.kv_head).column_maxima(rows.array);
+
+  // ---- Of the block, then of all ----
+  const PlaneScales scales(sources.params, rows.batch, rows.kv_head);
+  int32_t* to = scales.column_maxima(rows.array);
   for (int i = threadIdx.x; i < rows.source.columns; i += kThreads) {
-    if (of_block[i] > 0) atomicMax(to + i, of_block[i]);
+    if (of_columns[i] > 0) atomicMax(to + i, of_columns[i]);
+    if (of_columns[i] >= kInfinityBits) *scales.fails() = 1;
+  }
+  for (int i = threadIdx.x; i < kMaxGroups; i += kThreads) {
+    if (of_groups[i] > 0) atomicMax(scales.least_maximum(rows.array), kInfinityBits - of_groups[i]);
   }
 }
 
@@ -136,12 +166,14 @@ __global__ void __launch_bounds__(kThreads) plane_kernel(const __grid_constant__
   // ---- The plane ----
   // In two steps: the exponent may be that of a number which float32 cannot hold.
   const float first = power_of_two(exponent / 2), second = power_of_two(exponent - exponent / 2);
-  rows.for_each([&](int64_t offset) {
-    const float4 x = *reinterpret_cast<const float4*>(rows.source.data + offset);
-    const uint2 rounded = {ptx::pack_f16(x.x * first * second, x.y * first * second),
-                           ptx::pack_f16(x.z * first * second, x.w * first * second)};
-    *reinterpret_cast<uint2*>(rows.source.plane + offset) = rounded;
-  });
+  rows.for_each(
+      [&](int64_t offset) {
+        const float4 x = *reinterpret_cast<const float4*>(rows.source.data + offset);
+        const uint2 rounded = {ptx::pack_f16(x.x * first * second, x.y * first * second),
+                               ptx::pack_f16(x.z * first * second, x.w * first * second)};
+        *reinterpret_cast<uint2*>(rows.source.plane + offset) = rounded;
+      },
+      [](int) {});
 }
 
 // kLanes lanes for each row, four columns each.
@@ -187,12 +219,14 @@ __global__ void __launch_bounds__(kThreads) plane_rows_kernel(const __grid_const
   const float kept_factor = static_cast<float>(1 / (1 - params.options.dropout_rate));
   bound = ldexpf(bound, v_exponent) * kept_factor + fabsf(delta);
 
+  if (!(bound < INFINITY)) *scales.fails() = 1;
   const PlaneRows rows(params, length);
   rows.lse_log2[index] = sees_keys ? lse * kLog2e - (kPlaneTop + 1) : INFINITY;
   rows.delta[index] = delta;
-  const float factor = power_of_two(plane_exponent(bound) - 1 - (kPlaneTop + 1));
+  // Of a row without gradient the largest that any row has: the smallest of a block counts for dk.
+  const float factor =
+      bound > 0 ? power_of_two(plane_exponent(bound) - 1 - (kPlaneTop + 1)) : power_of_two(127);
   rows.ds_factor[index] = static_cast<uint16_t>(__float_as_uint(factor) >> 16);
-  if (bound > 0 && bound < INFINITY) atomicMax(scales.ds_bound(), __float_as_int(bound));
 }
 
 }  // namespace
@@ -202,8 +236,8 @@ Status launch_planes(const AttentionParams& params, const void* dout, const Laun
   const int64_t key_heads = params.batch * params.num_kv_heads;
   const int64_t group = params.num_heads / params.num_kv_heads;
   const auto source = [&](const void* data, uint16_t* plane, int64_t length, int64_t heads, int64_t columns) {
-    constexpr int64_t kItems = 256;  // rows of all heads, at least: 128 KB at head dim 128
-    const int64_t rows = std::max<int64_t>(kItems / heads, 1), chunks = data ? ceil_div(length, rows) : 0;
+    const int64_t rows = std::max<int64_t>(kChunkItems / heads, 1),
+                  chunks = data ? ceil_div(length, rows) : 0;
     return PlaneSource{static_cast<const float*>(data), plane,
                        static_cast<int>(length),        static_cast<int>(heads),
                        static_cast<int>(columns),       static_cast<int>(rows),

@@ -2,15 +2,18 @@
 //
 // TF32 and float16 have significands of 11 bits. Multiplied by a power of two, so that the largest magnitude
 // of a head is at least 2^14, float32 rounded to float16 is as exact as in TF32, unless it is less than 2^-28
-// of that: below, the error is what it is there. ds carries p, too, so its range is narrower: docs/design.md
-// says where it ends. Tensor cores multiply float16 at twice the rate of TF32, of half of the bytes, and can
-// transpose either operand.
+// of that: below, the error is what it is there. Tensor cores multiply float16 at twice the rate of TF32, of
+// half of the bytes, and can transpose either operand.
 //
 // Exponents are those of a key head: its query heads have the same, because dk and dv are summed over them.
 //
-//   q, k, v, dout   2^exponent each, by their largest finite magnitude
+//   q, k, v, dout   2^exponent each, by their largest magnitude
 //   p               2^kHeadroom relative to the row's maximum (softmax.cuh) forward, kPlaneTop + 1 backward
-//   ds              for dq a factor for each query, for dk one for each key head: see PlaneRows
+//   ds              for dq a factor for each query (PlaneRows); for dk that of the queries so far whose ds
+//                   may be largest
+//
+// Where the rows of a key head differ by too many powers of two, or a number is not finite, planes do not
+// hold it (PlaneScales::hold), and the portable kernels, launched behind, compute this key head.
 #pragma once
 
 #include <cmath>
@@ -24,15 +27,20 @@ namespace jax_flash::cuda {
 // The largest magnitudes are at least 2^kPlaneTop, and below 2^(kPlaneTop + 1): float16 ends at 2^16.
 inline constexpr int kPlaneTop = 14;
 
+inline constexpr int32_t kInfinityBits = 0x7f800000;
+
 // 2^exponent, as near as a normal float32 comes.
 __device__ __forceinline__ float power_of_two(int exponent) {
   return __int_as_float((max(-126, min(exponent, 127)) + 127) << 23);
 }
 
+// The binade of x > 0: 0 for those from 1 to 2.
+__device__ __forceinline__ int binade(float x) { return static_cast<int>(__float_as_uint(x) >> 23) - 127; }
+
 // The exponent that brings `bound` to the top. 0 where there is none.
 __device__ __forceinline__ int plane_exponent(float bound) {
   if (!(bound > 0 && bound < INFINITY)) return 0;
-  return kPlaneTop - (static_cast<int>(__float_as_uint(bound) >> 23) - 127);
+  return kPlaneTop - binade(bound);
 }
 
 // The arrays of which products are formed: the planes or the call's own.
@@ -50,8 +58,9 @@ ProductInputs product_inputs(const AttentionParams& params, const void* dout) {
 // What scales the planes of a key head.
 struct PlaneScales {
   enum Array { kQ, kK, kV, kDout };
+  static constexpr int kArrays = 4;
 
-  int32_t* values;  // kPlaneScales, then the largest magnitude of each column
+  int32_t* values;  // exponents, least_maxima(), fails(); then the largest magnitude of each column
   int head_dim, head_dim_v;
 
   __host__ __device__ __forceinline__ static int64_t size(const AttentionParams& params) {
@@ -73,28 +82,60 @@ struct PlaneScales {
                                       : 2 * head_dim + head_dim_v;
     return values + kPlaneScales + columns;
   }
-  // A bound of |dp - delta| in units of the planes, over all queries.
-  __device__ __forceinline__ int32_t* ds_bound() const { return values + 4; }
-  // The exponent of ds as an operand for dk.
-  __device__ __forceinline__ int ds_exponent() const {
-    return plane_exponent(__int_as_float(*ds_bound())) - 1;
-  }
+  // Of the largest magnitudes of groups of rows, the least but for zero: kInfinityBits less its bits, so that
+  // an atomic maximum finds it; 0 if there is none.
+  __device__ __forceinline__ int32_t* least_maximum(Array array) const { return values + kArrays + array; }
+  // Not 0 if a number that this needs is not finite.
+  __device__ __forceinline__ int32_t* fails() const { return values + 2 * kArrays; }
 
-  // Exponents of what scores, out, dp, dk and dv are to be multiplied by, and dq beside its row's factor.
+  // Exponents of what scores, out, dp, and dv are to be multiplied by, and dq and dk beside what ds has.
   __device__ __forceinline__ int of_scores() const { return -exponent(kQ) - exponent(kK); }
   __device__ __forceinline__ int of_out() const { return -exponent(kV); }
   __device__ __forceinline__ int of_dp() const { return -exponent(kV) - exponent(kDout); }
   __device__ __forceinline__ int of_dq() const { return of_dp() - exponent(kK); }
-  __device__ __forceinline__ int of_dk() const { return of_dp() - exponent(kQ) - ds_exponent(); }
+  __device__ __forceinline__ int of_dk() const { return of_dp() - exponent(kQ); }
   __device__ __forceinline__ int of_dv() const { return -exponent(kDout) - kPlaneTop - 1; }
+
+  // Are the results as exact as TF32's?
+  //
+  // A row of which all is less than 2^-28 of the largest magnitude loses bits. It matters where a query or a
+  // key meets such rows alone, which lie side by side: groups of rows are looked at. Of ds, the bound is
+  // about 2^6 times what is typical, and p may be 1 / S, so v has less room.
+  __device__ __forceinline__ bool hold(int seqlen_kv, bool is_backward) const {
+    constexpr int kMostBinades = 24;
+    const bool holds_rows = max(binades(kQ), max(binades(kK), binades(kDout))) <= kMostBinades &&
+                            binades(kV) + binade(static_cast<float>(seqlen_kv)) <= kMostBinades;
+    const bool holds_results = is_backward ? is_moderate(of_dp()) && is_moderate(of_dq()) &&
+                                                 is_moderate(of_dk()) && is_moderate(of_dv())
+                                           : is_moderate(of_out());
+    return *fails() == 0 && holds_rows && holds_results;
+  }
+
+ private:
+  // Is 2^exponent a float32, and with it all that this is multiplied by?
+  __device__ __forceinline__ static bool is_moderate(int exponent) { return abs(exponent) <= 100; }
+
+  // How many powers of two lie between the largest magnitude and that of the least group of rows.
+  __device__ __forceinline__ int binades(Array array) const {
+    const int32_t least = *least_maximum(array);
+    return least == 0 ? 0 : kPlaneTop - exponent(array) - binade(__int_as_float(kInfinityBits - least));
+  }
 };
+
+// Do planes hold this key head, so that a portable kernel has nothing to do?
+__device__ __forceinline__ bool planes_hold(const AttentionParams& params, int batch, int kv_head) {
+  const bool is_backward = params.planes.dout != nullptr;
+  return params.planes &&
+         PlaneScales(params, batch, kv_head).hold(static_cast<int>(params.seqlen_kv), is_backward);
+}
 
 // What the backward kernel has of each row, [B, N, stats_length(T)] of each. A row's |ds| may be many powers
 // of two below that of its head, so ds as an operand for dq has an exponent of the row.
 struct PlaneRows {
-  float* lse_log2;      // log2(e) lse - (kPlaneTop + 1), so that p has its factor
-  float* delta;         // in units of the planes
-  uint16_t* ds_factor;  // what p ds is multiplied by, as the upper half of a float32: a power of two
+  float* lse_log2;  // log2(e) lse - (kPlaneTop + 1), so that p has its factor
+  float* delta;     // in units of the planes
+  uint16_t*
+      ds_factor;  // what scaled p times ds is multiplied by, as the upper half of a float32: a power of two
 
   __host__ __device__ PlaneRows(const BackwardParams& params, int64_t stats_length) {
     const int64_t count = params.batch * params.num_heads * stats_length;
@@ -112,7 +153,7 @@ struct PlaneRows {
 // Makes the planes of q, k and v, and of dout if it is given, with their scales.
 Status launch_planes(const AttentionParams& params, const void* dout, const LaunchContext& context);
 
-// Makes the rows and the bound of ds, and clears the counter of tiles. After launch_planes.
+// Makes the rows, and clears the counter of tiles. After launch_planes.
 Status launch_plane_rows(const BackwardParams& params, const LaunchContext& context);
 
 }  // namespace jax_flash::cuda

@@ -526,12 +526,6 @@ def _workspace_avals(call: _Pass, avals, *, operands: tuple[str, ...], options: 
     batch, seqlen_q, num_heads, head_dim = _fold(q, "q").shape
     mask_shape = _fold(named["mask"], "mask").shape if "mask" in named else (1, 1, 1, 1)
 
-    may_have_planes = (
-        bool(_library.constants()["kHasPlanes"])
-        and q.dtype == jnp.float32
-        and call in (*_FORWARDS, _BACKWARD)
-    )
-
     def num_planes() -> int:
         return _num_planes(call, q, k, v, options)
 
@@ -549,7 +543,7 @@ def _workspace_avals(call: _Pass, avals, *, operands: tuple[str, ...], options: 
             is_backward=call is _BACKWARD,
             is_backward_tangent=call is _BACKWARD_TANGENT,
             is_16_bit=q.dtype.itemsize == 2,
-            may_have_planes=may_have_planes,
+            may_have_planes=q.dtype == jnp.float32 and call in (*_FORWARDS, _BACKWARD),
             is_deterministic=options.deterministic,
             has_mask="mask" in named,
             has_segments="query_segment_ids" in named,
@@ -574,16 +568,30 @@ def _workspace_avals(call: _Pass, avals, *, operands: tuple[str, ...], options: 
 
 
 def _num_planes(call: _Pass, q, k, v, options: AttentionOptions) -> int:
-    """Whether Hopper's kernels compute float32 as scaled float16 (cuda/planes.cuh): 1 or 0.
-
-    Making the planes would take longer than a short call.
-    """
+    """Whether Hopper's kernels compute float32 as scaled float16 (cuda/planes.cuh): 1 or 0."""
     direction = {_FORWARD: "forward", _BACKWARD: "backward"}.get(call)
     if direction is None or q.dtype != jnp.float32 or options.precision:
         return 0
     shortest = _library.constants()["kShortLength"] + 1
     is_long = all(isinstance(x.shape[-3], int) and x.shape[-3] >= shortest for x in (q, k))
-    return int(is_long and _hopper_head_dim(direction, q, v) > 0)
+    is_served = is_long and _hopper_head_dim(direction, q, v) > 0
+    return int(is_served and _planes_pay(direction, q, k, options))
+
+
+def _planes_pay(direction: str, q, k, options: AttentionOptions) -> bool:
+    """Whether planes gain more than it takes to make them.
+
+    Times are in pairs of a query and a key: measured on an H100, a row of planes takes as long as the products of so
+    many pairs become shorter. Batch and heads do not count, so that a sequence has the same bits alone and in a batch.
+    """
+    (seqlen_q, num_heads, head_dim), (seqlen_kv, num_kv_heads) = q.shape[-3:], k.shape[-3:-1]
+    group = num_heads // max(num_kv_heads, 1)
+    keys = seqlen_kv // 2 if options.is_causal and seqlen_q >= seqlen_kv else seqlen_kv
+    if min(options.reach) >= 0:
+        keys = min(keys, sum(options.reach) + 1)
+    pairs = seqlen_q * group * keys * (2 if head_dim <= 32 else 1)  # portable kernels fill 64 columns
+    of_query, of_key = (165, 330) if direction == "forward" else (170, 95)
+    return pairs >= of_query * seqlen_q * group + of_key * seqlen_kv
 
 
 def _num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions) -> int:

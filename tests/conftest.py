@@ -10,6 +10,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import jax
 import pytest
 
+from jax_flash import _primitives
+
 jax.config.update("jax_num_cpu_devices", 8)
 # Run the CUDA kernels on the CPU, see emulated.py.
 EMULATES = bool(os.environ.get("JAX_FLASH_EMULATE"))
@@ -94,6 +96,12 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
 def platform(request) -> str:
     """Each available platform; the test runs on its first device."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def planes_pay(monkeypatch) -> None:
+    """Compute short float32 sequences as planes, too, where there are kernels for them (cuda/planes.cuh)."""
+    monkeypatch.setattr(_primitives, "_planes_pay", lambda *_: True)
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ _FLAGS = (
     *("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"),
     "-Wno-missing-field-initializers",
     "-Wno-psabi",
-    *("-include", "emulator.h", "-DJAX_FLASH_PLANES"),
+    *("-include", "emulator.h"),
 )
 
 
@@ -47,7 +47,6 @@ def listed_kernels() -> list[tuple[str, str, str, int]]:
     script = (
         "cmake_minimum_required(VERSION 3.24)\n"
         "set(JAX_FLASH_CUDA_ARCHS 80 90)\n"
-        "set(JAX_FLASH_PLANES ON)\n"
         "function(jax_flash_kernels direction arch arithmetics head_dim)\n"
         "  foreach(arithmetic IN LISTS arithmetics)\n"
         '    message(STATUS "${direction};${arch};${arithmetic};${head_dim}")\n'
@@ -152,10 +151,14 @@ def install() -> None:
     kernels = [" ".join(map(str, row)) for row in listed_kernels()]
     gpu = types.SimpleNamespace(device_kind="emulated", compute_capability=f"{capability[0]}.{capability[1]}")
     _ffi.local_gpus = lambda: [gpu]
-    constants = _library.constants
-    _library.constants = lambda: constants() | {"kHasPlanes": 1}
     build_info = _ffi.build_info
     _ffi.build_info = lambda: build_info() | {"kernels": kernels}
+
+    def set_test_settings(*settings: str | None) -> None:
+        settings += (None,) * (3 - len(settings))
+        library().set_test_settings(*(None if text is None else text.encode() for text in settings))
+
+    _library.set_test_settings = set_test_settings
     lower_ffi = _primitives._lower_ffi
 
     def lower(call, ctx, args, workspace, **params):

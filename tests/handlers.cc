@@ -185,6 +185,35 @@ void test_workspace() {
          "a mask without its bits");
 }
 
+void test_workspace_of_planes() {
+  AttentionParams params = {};
+  params.dtype = jax_flash::DType::kFloat32;
+  params.batch = 2, params.seqlen_q = 70, params.seqlen_kv = 5;
+  params.num_heads = 6, params.num_kv_heads = 3, params.head_dim = params.head_dim_v = 8;
+  Workspace workspace;
+  const auto take_backward = [&](int64_t planes, int64_t dq_rows) {
+    const Type statistics = {DataType::F32, {2, 6, 128}}, parts = {DataType::F32, {2, 0, 16, 8}};
+    return take_workspace(Platform::kCuda, Pass::kBackward, params,
+                          {{DataType::S32, {planes, 2, 3, jax_flash::kPlaneScales + 32}},
+                           {DataType::U16, {2 * planes, 70, 6, 8}},
+                           {DataType::U16, {2 * planes, 5, 3, 8}},
+                           {DataType::U16, {2 * planes, 5, 3, 8}},
+                           {DataType::U16, {2 * planes, 70, 6, 8}},
+                           {DataType::F32, {3 * planes, 2, 6, 128}},
+                           {DataType::F32, {2 * planes, dq_rows, 6, 8}},
+                           {DataType::S32, {1}},
+                           statistics,
+                           statistics,
+                           parts,
+                           parts},
+                          &workspace);
+  };
+  expect(take_backward(0, 80).success() && !workspace.leaves_dq, "no planes");
+  expect(take_backward(1, 80).success() && !workspace.leaves_dq, "planes with sums of dq");
+  expect(take_backward(1, 0).success() && workspace.leaves_dq, "planes without sums of dq");
+  expect(take_backward(1, 16).failure(), "planes with sums of some rows of dq");
+}
+
 Error handler(int kind) {
   if (kind == 1) throw std::bad_alloc();
   if (kind == 2) throw std::runtime_error("what went wrong");
@@ -207,6 +236,7 @@ void test_exceptions() {
 int main() {
   test_alignment();
   test_workspace();
+  test_workspace_of_planes();
   test_exceptions();
   return failures > 0;
 }

@@ -245,6 +245,32 @@ def test_float32_as_planes(call, planes, monkeypatch):
         assert [num_planes(p) for p in passes] == [0, 0]
 
 
+PLANES_PAY = _primitives._planes_pay  # tests have another one
+
+
+@pytest.mark.parametrize(
+    ("call", "pay"),
+    [
+        (dict(t=4096, s=4096), (True, True)),
+        (dict(t=4096, s=4096, is_causal=True), (True, True)),
+        (dict(t=384, s=384), (False, True)),
+        (dict(t=384, s=384, h=32), (True, True)),  # portable kernels fill 64 columns
+        (dict(t=256, s=256), (False, False)),
+        (dict(t=768, s=768, is_causal=True), (False, True)),
+        (dict(t=4096, s=4096, local_window_size=(100, 27)), (False, False)),
+        (dict(t=65, s=32768), (False, False)),  # as many keys to convert
+        (dict(t=512, s=32768, n=8), (True, True)),
+    ],
+    ids=str,
+)
+def test_when_planes_pay(call, pay):
+    def planes_pay(direction, t, s, n=2, h=64, **options):
+        q, k = (jax.core.ShapedArray(shape, jnp.float32) for shape in ((1, t, n, h), (1, s, 2, h)))
+        return PLANES_PAY(direction, q, k, AttentionOptions.resolve(h, **options))
+
+    assert tuple(planes_pay(direction, **call) for direction in ("forward", "backward")) == pay
+
+
 DECODE = [
     "decode sm80 bfloat16 64",
     "decode sm80 bfloat16 256",
@@ -353,7 +379,10 @@ def test_parts_in_workspace(dtype, queries, parts, size, head_dim, platform):
     shapes = (3, queries, 4, head_dim), (3, keys, 1, head_dim), (3, keys, 1, 30)
     q, k, v = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
     types = [jax.ShapeDtypeStruct((3, queries, 4, 30), q.dtype), jax.ShapeDtypeStruct(shapes[0][:-1], F32)]
-    types += [jax.ShapeDtypeStruct((1,), jnp.int32)] * (dtype == "bfloat16")
+    if dtype == "float32":  # no planes
+        types.append(jax.ShapeDtypeStruct((0, 3, 1, 12 + 2 * head_dim + 2 * 30), jnp.int32))
+        types += [jax.ShapeDtypeStruct((0, *x.shape[1:]), jnp.uint16) for x in (q, k, v)]
+    types.append(jax.ShapeDtypeStruct((1,), jnp.int32))
     types += [jax.ShapeDtypeStruct((parts, 3, queries, 4, 32 + 4), F32)]
     options = AttentionOptions.resolve(head_dim, precision="highest")
     f = jax.ffi.ffi_call("jax_flash_forward" + "_emulated" * ("JAX_FLASH_EMULATE" in os.environ), types)

@@ -26,7 +26,6 @@ OPTIONS = dict(
 FORWARD = ["q", "k", "v"], ["out", "lse"]
 BACKWARD = ["q", "k", "v", "out", "lse", "dout"], ["dq", "dk", "dv"]
 BACKWARD_BIAS = BACKWARD[0], ["dbias"]
-WORKSPACE = {"cpu": [], "cuda": ["delta", "lse_log2"]}
 SHAPES = {
     **dict.fromkeys(["q", "dq"], (2, 4, 6, 8)),
     **dict.fromkeys(["k", "dk"], (2, 5, 3, 8)),
@@ -58,18 +57,44 @@ def program(target: str, platform: str, *, replace=None, extra=(), drop=0, drop_
         "jax_flash_backward": BACKWARD,
         "jax_flash_backward_bias": BACKWARD_BIAS,
     }[target]
-    if target != "jax_flash_forward":
-        results = results + WORKSPACE[platform]
     types = {name: (SHAPES[name], DTYPES.get(name, F32)) for name in [*args, *results, *extra]} | (
         replace or {}
     )
     args = [*args, *extra]
     args = [jnp.zeros(*types[name]) for name in args[: len(args) - drop]]
     results = [jax.ShapeDtypeStruct(*types[name]) for name in results[: len(results) - drop_results]]
-    if target == "jax_flash_forward" and platform == "cuda" and drop_results == 0:
-        results.append(parts_of(types["out"][0], 0))
+    if platform == "cuda" and drop_results == 0:
+        results += workspace(target, *(types[name][0] for name in "qkv"))
     attributes = {name: x for name, x in (OPTIONS | options).items() if x is not None}
     return jax.jit(lambda *args: jax.ffi.ffi_call(target, results)(*args, **attributes)), args
+
+
+def workspace(target: str, q, k, v, key_parts: int = 0) -> list[jax.ShapeDtypeStruct]:
+    """The workspace of a float32 call with arrays of these shapes, without planes, for OPTIONS."""
+    if any(len(shape) != 4 for shape in (q, k, v)):
+        return []  # such a call ends before it is looked at
+    (B, T, N, H), (S, K), Hv = q, k[1:3], v[-1]
+    statistics = 2 * [((B, N, -(-T // 128) * 128), F32)]
+    counter = [((1,), I32)]
+    planes = [((0, B, K, 12 + 2 * H + 2 * Hv), I32)]
+    planes += [((0, *shape), jnp.uint16) for shape in ((T, N, H), (S, K, H), (S, K, Hv))]
+    rows = -(-S // 16) * 16
+    types = {
+        "jax_flash_forward": planes + counter,
+        "jax_flash_backward": [
+            *planes,
+            ((0, T, N, Hv), jnp.uint16),
+            ((0, B, N, -(-T // 128) * 128), F32),
+            *counter,
+            *statistics,
+            *(((B, 0, rows, columns), F32) for columns in (H, Hv)),
+        ],
+        "jax_flash_backward_bias": statistics,
+    }[target]
+    arrays = [jax.ShapeDtypeStruct(*x) for x in types]
+    if target == "jax_flash_forward":
+        arrays.append(parts_of((B, T, N, Hv), key_parts))
+    return arrays
 
 
 def parts_of(out: tuple[int, ...], number: int) -> jax.ShapeDtypeStruct:
@@ -303,7 +328,7 @@ def test_raw_call_is_what_the_function_does(parts, platform):
     lengths = np.array([3, 5], np.int32)
     types = [jax.ShapeDtypeStruct(SHAPES["out"], F32), jax.ShapeDtypeStruct(SHAPES["lse"], F32)]
     if platform == "cuda":
-        types.append(parts_of(SHAPES["out"], parts))
+        types += workspace("jax_flash_forward", *(SHAPES[name] for name in "qkv"), parts)
     raw = jax.jit(
         lambda *args: jax.ffi.ffi_call("jax_flash_forward", types)(
             *args, **OPTIONS | dict(operands="key_value_seq_lengths")

@@ -1,5 +1,6 @@
 """NaN and infinity in inputs and memory: what must not be read, and what must not be lost."""
 
+import contextlib
 import functools
 
 import harness
@@ -389,15 +390,16 @@ TILES = {
 def test_nothing_leaks_out_of_hidden_tiles(operands, dtype, head_dim, platform):
     """With two halves that do not see each other, NaN in all of one changes no bit of the other.
 
-    But for planes, which the largest finite magnitude of both halves scales.
+    Planes do not hold a key head that has it, so there the portable kernels are compared.
     """
-    is_scaled = platform == "cuda" and dtype == "float32" and harness.has_planes()
+    is_portable = platform == "cuda" and dtype == "float32" and harness.has_planes()
     rng = np.random.default_rng(0)
     shapes = [*4 * [(1, 2 * HALF, 1, head_dim)], (1, 2 * HALF, 1)]
     clean = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
     clean = [x.astype(DTYPES[dtype]) for x in clean[:4]] + clean[4:]
     f = forward_and_backward(dict(deterministic=True))
-    want = f(*clean, operands)
+    with harness.cuda_settings(kernels="sm80") if is_portable else contextlib.nullcontext():
+        want = jax.block_until_ready(f(*clean, operands))
     for half in (slice(HALF), slice(HALF, None)):
         poisoned = [x.copy() for x in clean]
         for x in poisoned:
@@ -407,10 +409,7 @@ def test_nothing_leaks_out_of_hidden_tiles(operands, dtype, head_dim, platform):
             other = np.delete(x, np.arange(2 * HALF)[half], axis=1)
             assert np.isfinite(other.astype(np.float32)).all()
             here = np.delete(getattr(got, name), np.arange(2 * HALF)[half], axis=1)
-            if is_scaled:
-                np.testing.assert_allclose(here, other, rtol=0, atol=2e-6 * np.abs(other).max())
-            else:
-                np.testing.assert_array_equal(here, other)
+            np.testing.assert_array_equal(here, other)
             assert np.isnan(getattr(got, name)[:, half]).all()
 
 

@@ -20,6 +20,7 @@
 #include "masking.cuh"
 #include "pairs.cuh"
 #include "params.h"
+#include "planes.cuh"
 #include "sm80/product.cuh"
 #include "sm80/scores.cuh"
 #include "sm80/shared_tile.cuh"
@@ -157,6 +158,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int kv_head = blockIdx.x / num_n_blocks % num_kv_heads;
   const int batch = blockIdx.x / num_n_blocks / num_kv_heads;
   const int group = num_heads / num_kv_heads;  // query heads of this key head
+  if (!kIs16Bit<Arithmetic> && planes_hold(params, batch, kv_head)) return;
 
   const Mask mask(params, batch);
   const int n_last = min(n_start + kBlockN, mask.kv_length) - 1;

@@ -11,6 +11,7 @@
 #include "masking.cuh"
 #include "pairs.cuh"
 #include "params.h"
+#include "planes.cuh"
 #include "sm80/product.cuh"
 #include "sm80/scores.cuh"
 #include "sm80/shared_tile.cuh"
@@ -70,6 +71,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int head = blockIdx.x / num_m_blocks % num_heads;
   const int batch = blockIdx.x / num_m_blocks / num_heads;
   const int kv_head = head / (num_heads / num_kv_heads);
+  if (!kIs16Bit<Arithmetic> && planes_hold(params, batch, kv_head)) return;
 
   const Mask mask(params, batch);
   const int m_last = min(m_start + kBlockM, mask.q_length) - 1;

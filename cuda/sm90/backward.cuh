@@ -522,7 +522,7 @@ struct BackwardConsumer {
   int ds_stage = 0;
   typename BackwardShared<Config>::KvRing kv_ring = shared.kv_ring();
   bool is_first = false;  // is this the first block after a tile was written out?
-  // Of this tile's scores, and what ds is multiplied by to be an operand for dk, where they are of planes.
+  // Where they are of planes: of this tile's scores; and what ds is multiplied by to be an operand for dk.
   std::conditional_t<Config::kPlanes, LogitScale, const LogitScale&> logit;
   float dk_factor = 1;
   Dk dk;
@@ -538,7 +538,7 @@ struct BackwardConsumer {
     if constexpr (Config::kPlanes) {
       const PlaneScales scales(arguments.params, work.batch, work.kv_head(arguments.params));
       logit = arguments.logit.times_power(uniform(scales.of_scores()));
-      dk_factor = power_of_two(uniform(scales.ds_exponent()) - (kPlaneTop + 1));
+      dk_factor = power_of_two(127);
     }
     kv_ring.wait_full(shared.kKeys);
     kv_ring.wait_full(shared.kValues);
@@ -592,6 +592,7 @@ struct BackwardConsumer {
     const uint32_t sQ = shared.sQ(stage), sDout = shared.sDout(stage);
     Scores scores, ds;
     q.wait_full();
+    if constexpr (Config::kPlanes) adopt_dk_factor();
     issue_scores<kHeadDim, Config::kKColumns>(scores, uniform(shared.sK(kv_ring.stage, key_row())),
                                               uniform(sQ + query_row() * Config::kRowBytes));
     RowStats lse_log2;
@@ -692,7 +693,7 @@ struct BackwardConsumer {
 #pragma unroll
     for (int nt = 0; nt < kTiles; ++nt) {
       if (nt >= kEarlyTiles) exponentiate(scores[0][nt]);
-      make_operand<Arithmetic>(scores[0][nt], nt, p);
+      make_p(scores[0][nt], nt, p);
 #pragma unroll
       for (int i = 0; i < 4; ++i) ds[0][nt][i] = scores[0][nt][i] * (ds[0][nt][i] - delta[nt][i % 2]);
       round_ds(ds[0][nt], nt, ds_operand, for_dq);
@@ -700,6 +701,24 @@ struct BackwardConsumer {
         if (nt % 2 == 1) store_ds(to, Config::kPlanes ? for_dq : ds_operand, nt / 2);
       }
     }
+  }
+
+  // The smallest factor of ds of all queries so far leaves room for each. What was summed with a larger one
+  // follows.
+  __device__ __forceinline__ void adopt_dk_factor() {
+    uint32_t smallest = 0x7fff;  // as the upper half of a float32: positive ones have its order
+#pragma unroll
+    for (int i = 0; i < Config::kBlockM; i += 64) {
+      const int row = i + 2 * lane_id();
+      if (row >= Config::kBlockM) continue;
+      const uint32_t pair = ptx::load_shared(shared.sDsFactor(q_ring.stage) + 2 * row);
+      smallest = min(smallest, min(pair & 0xffff, pair >> 16));
+    }
+    const float factor = __uint_as_float(__reduce_min_sync(0xffffffff, smallest) << 16);
+    if (factor >= dk_factor) return;
+    const float change = factor / dk_factor;
+    for_each_accumulator(dk, [&](int mt, int h, int nt, int c) { dk[mt][nt][2 * h + c] *= change; });
+    dk_factor = factor;
   }
 
   // Rounds ds of 8 queries to an operand for dk; where they are of planes, also to one for dq.
@@ -764,7 +783,7 @@ struct BackwardConsumer {
         if (!visible[0].test(nt, i)) tile[i] = 0;
         dropped[i] = kept[0].test(nt, i) ? tile[i] : 0;
       }
-      make_operand<Arithmetic>(dropped, nt, p);
+      make_p(dropped, nt, p);
       read_stats(delta, shared.sDelta(stage), nt);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -830,6 +849,12 @@ struct BackwardConsumer {
   __device__ __forceinline__ void make_log2_p(float (&tile)[4], const float (&lse_log2)[2]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) tile[i] = fmaf(tile[i], logit.scale_log2, -lse_log2[i % 2]);
+  }
+  // Of planes, p has a factor of 2^15. Where lse is so large that it is not exact, p may be 2: beyond
+  // float16.
+  __device__ __forceinline__ void make_p(const float (&tile)[4], int nt, Operand& p) {
+    using Rounding = std::conditional_t<Config::kPlanes, float16_saturating, Arithmetic>;
+    make_operand<Rounding>(tile, nt, p);
   }
   __device__ __forceinline__ void exponentiate(float (&tile)[4]) {
 #pragma unroll
@@ -922,6 +947,7 @@ struct BackwardConsumer {
     const int chunk0 = kByKeys ? 0 : consumer * (Config::kChunks / 2);
     if (arguments.dk_parts.tiles) {
       if (row0 < static_cast<int>(params.seqlen_kv)) {
+        if constexpr (Config::kPlanes) scale_gradients(work);
         write_part(dk, arguments.dk_parts, work, row0, chunk0);
         write_part(dv, arguments.dv_parts, work, row0, chunk0);
       }
@@ -962,24 +988,29 @@ struct BackwardConsumer {
     }
   }
 
-  // From planes: straight from the registers.
+  // From sums of products of planes to gradients.
+  __device__ __forceinline__ void scale_gradients(const BackwardTileWork<Config>& work) {
+    const PlaneScales scales(arguments.params, work.batch, work.kv_head(arguments.params));
+    const int ds_exponent = binade(dk_factor) + kPlaneTop + 1;
+    const float kept_factor = Config::kPolicy.others ? arguments.pairs.kept_factor : 1;
+    const float of_dk = ldexpf(arguments.logit.scale, scales.of_dk() - ds_exponent),
+                of_dv = ldexpf(kept_factor, scales.of_dv());
+    for_each_accumulator(dk, [&](int mt, int h, int nt, int c) { dk[mt][nt][2 * h + c] *= of_dk; });
+    for_each_accumulator(dv, [&](int mt, int h, int nt, int c) { dv[mt][nt][2 * h + c] *= of_dv; });
+  }
+
+  // Straight from the registers.
   __device__ __forceinline__ void write_float32(const BackwardTileWork<Config>& work, int row0) {
     const BackwardParams& params = arguments.params;
-    const int kv_head = work.kv_head(params);
-    const PlaneScales scales(params, work.batch, kv_head);
-    auto store = [&](const auto& sum, void* gradient, int64_t columns, int column, float factor) {
+    auto store = [&](const auto& sum, void* gradient, int64_t columns, int column) {
       const Float32Rows rows(gradient, params.seqlen_kv, params.num_kv_heads, columns);
-      rows.store(sum, {factor, factor}, work.batch, kv_head, row0, column);
+      rows.store(sum, {1, 1}, work.batch, work.kv_head(params), row0, column);
     };
-    const float kept_factor = Config::kPolicy.others ? arguments.pairs.kept_factor : 1;
-    store(dk, params.dk, params.head_dim, kByKeys ? 0 : consumer * Config::kColumns,
-          ldexpf(arguments.logit.scale, scales.of_dk()));
-    store(dv, params.dv, params.head_dim_v, kByKeys ? 0 : consumer * Config::kColumnsV,
-          ldexpf(kept_factor, scales.of_dv()));
-    if constexpr (!Config::kWithDq) {
-      __syncwarp();
-      if (ptx::elect_one()) kv_ring.release();
-    }
+    scale_gradients(work);
+    store(dk, params.dk, params.head_dim, kByKeys ? 0 : consumer * Config::kColumns);
+    store(dv, params.dv, params.head_dim_v, kByKeys ? 0 : consumer * Config::kColumnsV);
+    __syncwarp();
+    if (!Config::kWithDq && ptx::elect_one()) kv_ring.release();
   }
 
   // A warp's rows of a part's sums, from `row` and chunk `chunk0` of columns on.
@@ -1108,40 +1139,36 @@ Status backward(const BackwardParams& params, const LaunchContext& context) {
     status = launch_plane_rows(params, context);
     if (status.failed()) return status;
     if (with_dq) status = cudaMemsetAsync(params.dq_accum, 0, sizeof(float) * dq.size(), context.stream);
-    if (status.failed()) return status;
-  }
-  if (!kPlanes || params.leaves_dq) {
+  } else {
     status =
         launch_delta<Element>(params, with_dq ? params.dq_accum : nullptr, with_dq ? dq.size() : 0, context);
-    if (status.failed()) return status;
   }
+  if (status.failed()) return status;
   if constexpr (!backward_is_split(kHeadDim)) {
     if (with_dq) status = launch_form.template operator()<true>();
   }
   if (!with_dq) status = launch_form.template operator()<false>();
   if (status.failed()) return status;
 
-  const auto factor = [&]<GradientOfPlanes::Array kArray>(double uniform) {
-    if constexpr (kPlanes) {
-      return GradientOfPlanes(params, kArray, uniform);
-    } else {
-      return UniformFactor{static_cast<float>(uniform)};
-    }
-  };
+  const UniformFactor scale{static_cast<float>(params.options.scale)};
   if (params.dk_parts) {
     const int parts = static_cast<int>(params.num_head_parts / params.num_kv_heads);
-    status = launch_convert_fragments<Element>(
-        dk_parts(params), parts, params.dk,
-        factor.template operator()<GradientOfPlanes::kDk>(params.options.scale), context);
+    const UniformFactor dk_factor{kPlanes ? 1 : scale.value};
+    const UniformFactor dv_factor{kPlanes ? 1 : PairOptions(params).kept_factor};
+    status = launch_convert_fragments<Element>(dk_parts(params), parts, params.dk, dk_factor, context);
     if (status.failed()) return status;
-    status = launch_convert_fragments<Element>(
-        dv_parts(params), parts, params.dv,
-        factor.template operator()<GradientOfPlanes::kDv>(PairOptions(params).kept_factor), context);
+    status = launch_convert_fragments<Element>(dv_parts(params), parts, params.dv, dv_factor, context);
     if (status.failed()) return status;
   }
   if (with_dq) {
-    return launch_convert_fragments<Element>(
-        dq, 1, params.dq, factor.template operator()<GradientOfPlanes::kDq>(params.options.scale), context);
+    const auto dq_factor = [&] {
+      if constexpr (kPlanes) {
+        return DqOfPlanes{params};
+      } else {
+        return scale;
+      }
+    }();
+    return launch_convert_fragments<Element>(dq, 1, params.dq, dq_factor, context);
   }
   if constexpr (backward_is_split(kHeadDim)) {
     if (!params.leaves_dq) return backward_dq<Arithmetic, kHeadDim>(params, context);

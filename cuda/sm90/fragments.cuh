@@ -59,27 +59,18 @@ struct UniformFactor {
   __device__ __forceinline__ float operator()(int, int, int) const { return value; }
 };
 
-// From sums of products of planes to a gradient (planes.cuh), which is a multiple `uniform` of that of q k^T.
-struct GradientOfPlanes {
-  enum Array { kDq, kDk, kDv };
-
+// From sums of products of planes (planes.cuh) to dq.
+struct DqOfPlanes {
   BackwardParams params;
-  Array array;
-  float uniform;
-
-  GradientOfPlanes(const BackwardParams& params, Array array, double uniform)
-      : params(params), array(array), uniform(static_cast<float>(uniform)) {}
 
   __device__ __forceinline__ float operator()(int batch, int head, int position) const {
     const int num_heads = static_cast<int>(params.num_heads);
     const int group = num_heads / static_cast<int>(params.num_kv_heads);
-    const PlaneScales scales(params, batch, array == kDq ? head / group : head);
-    if (array == kDk) return ldexpf(uniform, scales.of_dk());
-    if (array == kDv) return ldexpf(uniform, scales.of_dv());
+    const PlaneScales scales(params, batch, head / group);
     const int64_t length = stats_length(params.seqlen_q);
     const PlaneRows rows(params, length);
     const int exponent = rows.ds_exponent((int64_t{batch} * num_heads + head) * length + position);
-    return ldexpf(uniform, scales.of_dq() - exponent);
+    return ldexpf(static_cast<float>(params.options.scale), scales.of_dq() - exponent);
   }
 };
 

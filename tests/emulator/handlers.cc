@@ -56,3 +56,8 @@ HANDLER(backward);
 HANDLER(backward_bias);
 HANDLER(tangent);
 HANDLER(backward_tangent);
+
+extern "C" void set_test_settings(const char* kernels, const char* tile,
+                                  const char* shared_memory_per_block) {
+  jax_flash::cuda::set_test_settings(kernels, tile, shared_memory_per_block);
+}
