@@ -62,7 +62,7 @@ inline constexpr int64_t kShortLength = 64;
 // blocks.
 inline constexpr int64_t kStatsRows = 128;
 
-// The float32 sums of 16-bit gradients have T or S rounded up to a multiple of this, so Hopper's kernel
+// The float32 sums of gradients have T or S rounded up to a multiple of this, so Hopper's kernel
 // writes whole tiles.
 inline constexpr int64_t kFragmentRows = 16;
 
@@ -91,8 +91,9 @@ struct PlaneWorkspace {
   JAX_FLASH_INLINE explicit operator bool() const { return scales != nullptr; }
 };
 
-// Numbers of a key head in PlaneWorkspace::scales, before the largest magnitudes of its columns.
-inline constexpr int64_t kPlaneScales = 12;
+// Numbers of a key head in PlaneWorkspace::scales, before the largest magnitudes in the columns of its
+// values.
+inline constexpr int64_t kPlaneScales = 16;
 
 struct AttentionParams {
   DType dtype;  // of q, k, v, out and their gradients
@@ -193,8 +194,9 @@ struct BackwardParams : AttentionParams {
   // Workspace of the CUDA kernels: workspace.def has the shapes.
   float* delta;     // rowsum(dout * out) - dlse
   float* lse_log2;  // lse * log2(e), made safe for exp2
-  float* dq_accum;  // sums of 16-bit dq, in an order that suits the kernel; null if it needs none
-  float* dk_parts;  // sums of 16-bit dk and dv over parts of the query heads, likewise; null: no parts
+  float* dq_accum;  // sums of dq, in 16 bits or of planes, in an order that suits the kernel; null if it
+                    // needs none
+  float* dk_parts;  // sums of dk and dv over parts of the query heads, likewise; null: no parts
   float* dv_parts;
   int64_t num_head_parts;  // of a batch element: a multiple of K that divides N; K where there are no parts
 

@@ -6,6 +6,7 @@
 #include "arithmetic.h"
 #include "delta.cuh"
 #include "mask.cuh"
+#include "ptx/grid.h"
 #include "softmax.cuh"
 
 namespace jax_flash::cuda {
@@ -13,167 +14,160 @@ namespace {
 
 inline constexpr int kThreads = 256;
 inline constexpr int kMaxColumns = 256;  // Hopper's kernels have no more
-inline constexpr int kChunkItems = 256;  // rows of all heads of a block, at least: 128 KB at head dim 128
-inline constexpr int kGroupRows = 32;    // of those that PlaneScales::hold looks at
-inline constexpr int kMaxGroups =
-    kChunkItems / kGroupRows;  // of a chunk: what is more counts as the last one
+inline constexpr int kSteps = 8;         // rows of a block that a thread has a part of: 32 KB
+inline constexpr int kBlocksPerSm = 4;
+inline constexpr int kGroupRows = 32;  // of those that PlaneScales::hold looks at
 inline constexpr int32_t kMagnitudeBits = 0x7fffffff;
 
-// An array [B, length, K * group, columns], of which a block of threads takes `rows` rows of a key head.
+// An array [B, length, K * group, columns]. An item is a row of a query head (or key head).
 struct PlaneSource {
   const float* data;
   uint16_t* plane;
-  int length, group, columns, rows;
-  int chunks;      // blocks of a key head
-  int num_blocks;  // of the array
+  int length, group, columns;
+  int blocks_of_head;  // of a key head
+  int num_blocks;      // of the array; 0 if there is no such array
 };
 
 struct PlaneSources {
-  PlaneSource arrays[4];  // as in PlaneScales::Array; without blocks if there is no such array
+  PlaneSource arrays[PlaneScales::kArrays];
   AttentionParams params;
 };
 
-// A block's rows, and the four columns of each that this thread takes.
-class PlaneRowsOfThread {
- public:
+// What a block finds out: maxima in one launch and planes in the next, which reads the array again; or both.
+enum class PlanePass { kMaxima, kPlanes, kBoth };
+
+// A block's items of a key head, and the four columns of each that this thread takes.
+struct BlockOfRows {
   const PlaneSource& source;
   PlaneScales::Array array;
-  int batch, kv_head, chunk;
+  int batch, kv_head;
+  int num_kv_heads, first, items;  // the first item, and the number of all items
+  int step;                        // items that the block takes at a time
+  int item, column;                // this thread's in the first step
+  bool is_used;                    // does this thread have one?
 
-  __device__ __forceinline__ static PlaneRowsOfThread of_block(const PlaneSources& sources) {
-    int block = static_cast<int>(blockIdx.x), array = 0;
+  __device__ __forceinline__ static BlockOfRows make(const PlaneSources& sources, int block) {
+    int array = 0;
     while (block >= sources.arrays[array].num_blocks) block -= sources.arrays[array++].num_blocks;
-    return {sources, block, array};
+    return {sources, block, static_cast<PlaneScales::Array>(array)};
   }
 
-  __device__ __forceinline__ int column() const { return 4 * column_; }
-
-  // Calls f(offset) for each row and query head: where this thread's columns begin; and for every kGroupRows
-  // of them, end(group), in all threads of the block.
-  template <class F, class End>
-  __device__ __forceinline__ void for_each(const F& f, const End& end) const {
+  // Calls f(i, offset) for each of this thread's items: where its columns begin.
+  template <class F>
+  __device__ __forceinline__ void for_each(const F& f) const {
     const int group = source.group, columns = source.columns;
-    const int64_t row_elements = int64_t{num_kv_heads_} * group * columns;
-    const int row = first_ / group;
-    int head = first_ - row * group;
-    const int more_rows = step_ / group, more_heads = step_ - more_rows * group;
-    const int steps_of_group = max(kGroupRows / step_, 1);
-    int64_t offset = (int64_t{batch} * source.length + row0_ + row) * row_elements +
-                     (int64_t{kv_head} * group + head) * columns + column();
-    int steps = 0, index = 0;
-#pragma unroll 4
-    for (int first = 0; first < items_; first += step_) {
-      if (is_used_ && first + first_ < items_) f(offset);
+    const int64_t row_elements = int64_t{num_kv_heads} * group * columns;
+    const int begin = first + item, row = begin / group;
+    int head = begin - row * group;
+    const int more_rows = step / group, more_heads = step - more_rows * group;
+    int64_t offset = (int64_t{batch} * source.length + row) * row_elements +
+                     (int64_t{kv_head} * group + head) * columns + column;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      if (is_used && begin + i * step < items) f(i, offset);
       offset += more_rows * row_elements + more_heads * columns;
       head += more_heads;
       if (head >= group) {
         head -= group;
         offset += row_elements - group * columns;
       }
-      if (++steps == steps_of_group) {
-        end(index++);
-        steps = 0;
-      }
     }
-    if (steps > 0) end(index);
   }
 
  private:
-  __device__ __forceinline__ PlaneRowsOfThread(const PlaneSources& sources, int block, int array)
-      : source(sources.arrays[array]), array(static_cast<PlaneScales::Array>(array)) {
-    num_kv_heads_ = static_cast<int>(sources.params.num_kv_heads);
-    const int key_head = block / source.chunks;
-    chunk = block - key_head * source.chunks;
-    batch = key_head / num_kv_heads_, kv_head = key_head - batch * num_kv_heads_;
+  __device__ __forceinline__ BlockOfRows(const PlaneSources& sources, int block, PlaneScales::Array array)
+      : source(sources.arrays[array]), array(array) {
+    num_kv_heads = static_cast<int>(sources.params.num_kv_heads);
+    const int key_head = block / source.blocks_of_head;
+    batch = key_head / num_kv_heads, kv_head = key_head - batch * num_kv_heads;
     const Mask mask(sources.params, batch);
     const bool is_of_queries = array == PlaneScales::kQ || array == PlaneScales::kDout;
-    const int length = min(is_of_queries ? mask.q_length : mask.kv_length, source.length);
-    row0_ = chunk * source.rows;
-    items_ = max(min(length - row0_, source.rows), 0) * source.group;
-    const int pieces = source.columns / 4;
-    step_ = kThreads / pieces;
-    const int thread = static_cast<int>(threadIdx.x);
-    column_ = thread % pieces;
-    first_ = thread / pieces;
-    is_used_ = first_ < step_;
+    items = min(is_of_queries ? mask.q_length : mask.kv_length, source.length) * source.group;
+    const int pieces = source.columns / 4, thread = static_cast<int>(threadIdx.x);
+    step = kThreads / pieces;
+    first = (block - key_head * source.blocks_of_head) * kSteps * step;
+    item = thread / pieces, column = 4 * (thread - item * pieces);
+    is_used = item < step;
   }
-
-  int num_kv_heads_, row0_, items_, column_, first_, step_;
-  bool is_used_;
 };
 
-__global__ void __launch_bounds__(kThreads)
-    plane_maxima_kernel(const __grid_constant__ PlaneSources sources) {
-  const PlaneRowsOfThread rows = PlaneRowsOfThread::of_block(sources);
-  __shared__ int32_t of_columns[kMaxColumns], of_groups[kMaxGroups];
-  for (int i = threadIdx.x; i < rows.source.columns; i += kThreads) of_columns[i] = 0;
-  for (int i = threadIdx.x; i < kMaxGroups; i += kThreads) of_groups[i] = 0;
-  __syncthreads();
+template <PlanePass kPass>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    plane_kernel(const __grid_constant__ PlaneSources sources) {
+  __shared__ int32_t of_groups[kSteps], of_columns[kMaxColumns];
+  __shared__ int block;
 
-  // As integers, magnitudes have the order of floats; what is not finite comes last.
-  int32_t maxima[4] = {}, of_group = 0;
+  // ---- The block's place: where blocks wait for each other, in the order in which they begin ----
+  if (kPass == PlanePass::kBoth && threadIdx.x == 0) {
+    block = atomicAdd(PlaneScales(sources.params, 0, 0).blocks_begun(), 1);
+  }
+  for (int i = threadIdx.x; i < kSteps; i += kThreads) of_groups[i] = 0;
+  for (int i = threadIdx.x; i < kMaxColumns; i += kThreads) of_columns[i] = 0;
+  __syncthreads();
+  const BlockOfRows rows =
+      BlockOfRows::make(sources, kPass == PlanePass::kBoth ? block : static_cast<int>(blockIdx.x));
+  const PlaneScales scales(sources.params, rows.batch, rows.kv_head);
+
+  float4 x[kSteps] = {};
   rows.for_each(
-      [&](int64_t offset) {
-        const int4 x = *reinterpret_cast<const int4*>(rows.source.data + offset);
-        const int32_t magnitudes[4] = {x.x & kMagnitudeBits, x.y & kMagnitudeBits, x.z & kMagnitudeBits,
-                                       x.w & kMagnitudeBits};
+      [&](int i, int64_t offset) { x[i] = *reinterpret_cast<const float4*>(rows.source.data + offset); });
+
+  // ---- The largest magnitudes: as integers, they have the order of floats; what is not finite comes last
+  // ----
+  if constexpr (kPass != PlanePass::kPlanes) {
+    const int steps_of_group = max(kGroupRows / rows.step, 1);
+    int32_t of_group = 0, of_thread[4] = {};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          maxima[i] = max(maxima[i], magnitudes[i]);
-          of_group = max(of_group, magnitudes[i]);
-        }
-      },
-      [&](int group) {
+    for (int i = 0; i < kSteps; ++i) {
+      const float values[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int32_t magnitude = __float_as_int(values[j]) & kMagnitudeBits;
+        of_group = max(of_group, magnitude);
+        of_thread[j] = max(of_thread[j], magnitude);
+      }
+      if ((i + 1) % steps_of_group == 0 || i + 1 == kSteps) {
         of_group = __reduce_max_sync(0xffffffff, of_group);
-        if (lane_id() == 0 && of_group > 0) atomicMax(of_groups + min(group, kMaxGroups - 1), of_group);
+        if (lane_id() == 0 && of_group > 0) atomicMax(of_groups + i / steps_of_group, of_group);
         of_group = 0;
-      });
+      }
+    }
+    if (rows.array == PlaneScales::kV) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (maxima[i] > 0) atomicMax(of_columns + rows.column() + i, maxima[i]);
+      for (int j = 0; j < 4; ++j) {
+        if (of_thread[j] > 0) atomicMax(of_columns + rows.column + j, of_thread[j]);
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x < kSteps && of_groups[threadIdx.x] > 0) {
+      const int32_t of_own = of_groups[threadIdx.x];
+      atomicMax(scales.maximum(rows.array), of_own);
+      atomicMax(scales.least_maximum(rows.array), kInfinityBits - of_own);
+      if (of_own >= kInfinityBits) *scales.fails() = 1;
+    }
+    for (int i = threadIdx.x; i < rows.source.columns; i += kThreads) {
+      if (of_columns[i] > 0) atomicMax(scales.column_maxima() + i, of_columns[i]);
+    }
   }
-  __syncthreads();
 
-  // ---- Of the block, then of all ----
-  const PlaneScales scales(sources.params, rows.batch, rows.kv_head);
-  int32_t* to = scales.column_maxima(rows.array);
-  for (int i = threadIdx.x; i < rows.source.columns; i += kThreads) {
-    if (of_columns[i] > 0) atomicMax(to + i, of_columns[i]);
-    if (of_columns[i] >= kInfinityBits) *scales.fails() = 1;
+  // ---- The planes, once the key head's blocks have its maximum ----
+  if constexpr (kPass == PlanePass::kBoth) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      ptx::arrive_and_wait(scales.blocks_done(rows.array), rows.source.blocks_of_head);
+    }
+    __syncthreads();
   }
-  for (int i = threadIdx.x; i < kMaxGroups; i += kThreads) {
-    if (of_groups[i] > 0) atomicMax(scales.least_maximum(rows.array), kInfinityBits - of_groups[i]);
+  if constexpr (kPass != PlanePass::kMaxima) {
+    // In two steps: the exponent may be that of a number which float32 cannot hold.
+    const int exponent = scales.exponent(rows.array);
+    const float first = power_of_two(exponent / 2), second = power_of_two(exponent - exponent / 2);
+    rows.for_each([&](int i, int64_t offset) {
+      const uint2 rounded = {ptx::pack_f16(x[i].x * first * second, x[i].y * first * second),
+                             ptx::pack_f16(x[i].z * first * second, x[i].w * first * second)};
+      *reinterpret_cast<uint2*>(rows.source.plane + offset) = rounded;
+    });
   }
-}
-
-__global__ void __launch_bounds__(kThreads) plane_kernel(const __grid_constant__ PlaneSources sources) {
-  const PlaneRowsOfThread rows = PlaneRowsOfThread::of_block(sources);
-  const PlaneScales scales(sources.params, rows.batch, rows.kv_head);
-  const int32_t* maxima = scales.column_maxima(rows.array);
-
-  // ---- The exponent ----
-  __shared__ int32_t largest_of_warps[kThreads / 32];
-  int largest = 0;
-  for (int i = threadIdx.x; i < rows.source.columns; i += kThreads) largest = max(largest, maxima[i]);
-  largest = __reduce_max_sync(0xffffffff, largest);
-  if (lane_id() == 0) largest_of_warps[threadIdx.x / 32] = largest;
-  __syncthreads();
-#pragma unroll
-  for (int32_t of_warp : largest_of_warps) largest = max(largest, of_warp);
-  const int exponent = plane_exponent(__int_as_float(largest));
-  if (rows.chunk == 0 && threadIdx.x == 0) scales.values[rows.array] = exponent;
-
-  // ---- The plane ----
-  // In two steps: the exponent may be that of a number which float32 cannot hold.
-  const float first = power_of_two(exponent / 2), second = power_of_two(exponent - exponent / 2);
-  rows.for_each(
-      [&](int64_t offset) {
-        const float4 x = *reinterpret_cast<const float4*>(rows.source.data + offset);
-        const uint2 rounded = {ptx::pack_f16(x.x * first * second, x.y * first * second),
-                               ptx::pack_f16(x.z * first * second, x.w * first * second)};
-        *reinterpret_cast<uint2*>(rows.source.plane + offset) = rounded;
-      },
-      [](int) {});
 }
 
 // kLanes lanes for each row, four columns each.
@@ -200,7 +194,7 @@ __global__ void __launch_bounds__(kThreads) plane_rows_kernel(const __grid_const
     const int64_t offset = out_row * columns + column;
     const float4 out = *reinterpret_cast<const float4*>(static_cast<const float*>(params.out) + offset);
     const uint2 dout = *reinterpret_cast<const uint2*>(params.planes.dout + offset);
-    const int4 v = *reinterpret_cast<const int4*>(scales.column_maxima(PlaneScales::kV) + column);
+    const int4 v = *reinterpret_cast<const int4*>(scales.column_maxima() + column);
     const float2 low = unpack<float16>(dout.x), high = unpack<float16>(dout.y);
     delta = fmaf(low.x, out.x, fmaf(low.y, out.y, fmaf(high.x, out.z, fmaf(high.y, out.w, delta))));
     bound = fmaf(fabsf(low.x), __int_as_float(v.x), fmaf(fabsf(low.y), __int_as_float(v.y), bound));
@@ -223,10 +217,9 @@ __global__ void __launch_bounds__(kThreads) plane_rows_kernel(const __grid_const
   const PlaneRows rows(params, length);
   rows.lse_log2[index] = sees_keys ? lse * kLog2e - (kPlaneTop + 1) : INFINITY;
   rows.delta[index] = delta;
-  // Of a row without gradient the largest that any row has: the smallest of a block counts for dk.
-  const float factor =
-      bound > 0 ? power_of_two(plane_exponent(bound) - 1 - (kPlaneTop + 1)) : power_of_two(127);
-  rows.ds_factor[index] = static_cast<uint16_t>(__float_as_uint(factor) >> 16);
+  const float factor = power_of_two(plane_exponent(bound) - 1 - (kPlaneTop + 1));
+  rows.ds_factor[index] =
+      static_cast<uint16_t>(bound > 0 ? __float_as_uint(factor) >> 16 : kLargestFactors & 0xffff);
 }
 
 }  // namespace
@@ -236,12 +229,15 @@ Status launch_planes(const AttentionParams& params, const void* dout, const Laun
   const int64_t key_heads = params.batch * params.num_kv_heads;
   const int64_t group = params.num_heads / params.num_kv_heads;
   const auto source = [&](const void* data, uint16_t* plane, int64_t length, int64_t heads, int64_t columns) {
-    const int64_t rows = std::max<int64_t>(kChunkItems / heads, 1),
-                  chunks = data ? ceil_div(length, rows) : 0;
-    return PlaneSource{static_cast<const float*>(data), plane,
-                       static_cast<int>(length),        static_cast<int>(heads),
-                       static_cast<int>(columns),       static_cast<int>(rows),
-                       static_cast<int>(chunks),        static_cast<int>(key_heads * chunks)};
+    const int64_t step = kThreads / (columns / 4);
+    const int64_t blocks = data ? ceil_div(length * heads, kSteps * step) : 0;
+    return PlaneSource{static_cast<const float*>(data),
+                       plane,
+                       static_cast<int>(length),
+                       static_cast<int>(heads),
+                       static_cast<int>(columns),
+                       static_cast<int>(blocks),
+                       static_cast<int>(key_heads * blocks)};
   };
   const int64_t T = params.seqlen_q, S = params.seqlen_kv, H = params.head_dim, Hv = params.head_dim_v;
   const PlaneSources sources = {
@@ -249,13 +245,22 @@ Status launch_planes(const AttentionParams& params, const void* dout, const Laun
        source(params.v, planes.v, S, 1, Hv), source(dout, planes.dout, T, group, Hv)},
       params};
   int64_t blocks = 0;
-  for (const PlaneSource& array : sources.arrays) blocks += array.num_blocks;
+  int most_of_head = 0;
+  for (const PlaneSource& array : sources.arrays) {
+    blocks += array.num_blocks;
+    most_of_head = std::max(most_of_head, array.blocks_of_head);
+  }
   Status status = cudaMemsetAsync(planes.scales, 0, sizeof(int32_t) * key_heads * PlaneScales::size(params),
                                   context.stream);
   if (status.failed()) return status;
-  status = launch(plane_maxima_kernel, blocks, kThreads, 0, context, sources);
+  // Blocks of a key head wait for each other, so all of them must fit on the GPU, even if half of it is not
+  // free. Longer arrays are read twice, which their kernels make up for.
+  if (ptx::kBlocksRunSideBySide && most_of_head <= kBlocksPerSm * context.multiprocessors / 2) {
+    return launch(plane_kernel<PlanePass::kBoth>, blocks, kThreads, 0, context, sources);
+  }
+  status = launch(plane_kernel<PlanePass::kMaxima>, blocks, kThreads, 0, context, sources);
   if (status.failed()) return status;
-  return launch(plane_kernel, blocks, kThreads, 0, context, sources);
+  return launch(plane_kernel<PlanePass::kPlanes>, blocks, kThreads, 0, context, sources);
 }
 
 Status launch_plane_rows(const BackwardParams& params, const LaunchContext& context) {

@@ -60,33 +60,32 @@ struct PlaneScales {
   enum Array { kQ, kK, kV, kDout };
   static constexpr int kArrays = 4;
 
-  int32_t* values;  // exponents, least_maxima(), fails(); then the largest magnitude of each column
-  int head_dim, head_dim_v;
+  int32_t* values;
 
   __host__ __device__ __forceinline__ static int64_t size(const AttentionParams& params) {
-    return kPlaneScales + 2 * (params.head_dim + params.head_dim_v);
+    return kPlaneScales + params.head_dim_v;
   }
 
   __device__ __forceinline__ PlaneScales(const AttentionParams& params, int batch, int kv_head)
-      : values(params.planes.scales + (int64_t{batch} * params.num_kv_heads + kv_head) * size(params)),
-        head_dim(static_cast<int>(params.head_dim)),
-        head_dim_v(static_cast<int>(params.head_dim_v)) {}
+      : values(params.planes.scales + (int64_t{batch} * params.num_kv_heads + kv_head) * size(params)) {}
 
-  __device__ __forceinline__ int exponent(Array array) const { return values[array]; }
-
-  // As the bits of floats, which are ordered like them.
-  __device__ __forceinline__ int32_t* column_maxima(Array array) const {
-    const int columns = array == kQ   ? 0
-                        : array == kK ? head_dim
-                        : array == kV ? 2 * head_dim
-                                      : 2 * head_dim + head_dim_v;
-    return values + kPlaneScales + columns;
-  }
+  // Of an array. Magnitudes are the bits of floats, which are ordered like them.
+  __device__ __forceinline__ int32_t* maximum(Array array) const { return values + array; }
   // Of the largest magnitudes of groups of rows, the least but for zero: kInfinityBits less its bits, so that
   // an atomic maximum finds it; 0 if there is none.
   __device__ __forceinline__ int32_t* least_maximum(Array array) const { return values + kArrays + array; }
+  __device__ __forceinline__ int32_t* blocks_done(Array array) const { return values + 2 * kArrays + array; }
   // Not 0 if a number that this needs is not finite.
-  __device__ __forceinline__ int32_t* fails() const { return values + 2 * kArrays; }
+  __device__ __forceinline__ int32_t* fails() const { return values + 3 * kArrays; }
+  // Of all key heads: in the first one.
+  __device__ __forceinline__ int32_t* blocks_begun() const { return values + 3 * kArrays + 1; }
+  // The largest magnitude in each column of v.
+  __device__ __forceinline__ int32_t* column_maxima() const { return values + kPlaneScales; }
+
+  // Where the maximum may just have been written: past this multiprocessor's cache.
+  __device__ __forceinline__ int exponent(Array array) const {
+    return plane_exponent(__int_as_float(__ldcg(maximum(array))));
+  }
 
   // Exponents of what scores, out, dp, and dv are to be multiplied by, and dq and dk beside what ds has.
   __device__ __forceinline__ int of_scores() const { return -exponent(kQ) - exponent(kK); }
@@ -128,6 +127,9 @@ __device__ __forceinline__ bool planes_hold(const AttentionParams& params, int b
   return params.planes &&
          PlaneScales(params, batch, kv_head).hold(static_cast<int>(params.seqlen_kv), is_backward);
 }
+
+// Two of PlaneRows::ds_factor, of rows without gradient: 2^127, above that of any other row.
+inline constexpr uint32_t kLargestFactors = 0x7f007f00;
 
 // What the backward kernel has of each row, [B, N, stats_length(T)] of each. A row's |ds| may be many powers
 // of two below that of its head, so ds as an operand for dq has an exponent of the row.

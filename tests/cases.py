@@ -293,7 +293,7 @@ CASES = [
     ),
     _case("tiles, bias", batch=1, t=520, s=517, h=128, bias=Bias("1NTS", dtype="float32"), is_causal=True),
     _case("alibi", t=150, s=131, n=4, k=2, alibi=(0.25, 0.0625, 0.0, -0.1)),
-    _case("alibi, head dim 256", t=70, s=131, h=256, alibi=(0.5, 0.1)),
+    _case("alibi, head dim 256", t=70, s=131, n=4, h=256, alibi=(0.5, 0.1, 0.2, 0.05)),
     _case(
         "alibi, causal, offset",
         t=70,

@@ -143,6 +143,11 @@ def has_planes() -> bool:
     return bool(is_built and gpus and all(gpu.compute_capability == "9.0" for gpu in gpus))
 
 
+def without_planes():
+    """A context in which the portable kernels compute all of float32, for tests that compare bits."""
+    return cuda_settings(kernels="sm80") if has_planes() else contextlib.nullcontext()
+
+
 def x64(dtype: str):
     """A context in which arrays of `dtype` exist."""
     if hasattr(jax, "enable_x64"):

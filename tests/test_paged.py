@@ -48,8 +48,7 @@ def check(case: Case, kind: int, page_size: int, platform: str, implementation: 
         return harness.call(q, k, v, operands, **static)
 
     # Planes, which would compute float32 keys in order, are not made of pages.
-    is_portable = rule == "tfloat32" and harness.has_planes()
-    portable = harness.cuda_settings(kernels="sm80") if is_portable else contextlib.nullcontext()
+    portable = harness.without_planes() if rule == "tfloat32" else contextlib.nullcontext()
     with harness.x64(dtype):
         with portable:
             want = jax.block_until_ready(f(q, k, v, operands))

@@ -174,7 +174,8 @@ def test_nan_is_not_swallowed(kind, platform):
     dtype, precision, _ = harness.KINDS[platform][kind]
     f = forward_and_backward(dict(deterministic=True, precision=precision, is_causal=True))
     clean = arrays(dtype)
-    with harness.x64(dtype):
+    portable = harness.without_planes() if dtype == "float32" else contextlib.nullcontext()
+    with harness.x64(dtype), portable:  # they compute the heads with NaN in any case
         want = f(*clean, {})
 
         q, k, v, *_ = (x.copy() for x in clean)
@@ -392,14 +393,13 @@ def test_nothing_leaks_out_of_hidden_tiles(operands, dtype, head_dim, platform):
 
     Planes do not hold a key head that has it, so there the portable kernels are compared.
     """
-    is_portable = platform == "cuda" and dtype == "float32" and harness.has_planes()
     rng = np.random.default_rng(0)
     shapes = [*4 * [(1, 2 * HALF, 1, head_dim)], (1, 2 * HALF, 1)]
     clean = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
     clean = [x.astype(DTYPES[dtype]) for x in clean[:4]] + clean[4:]
     f = forward_and_backward(dict(deterministic=True))
-    with harness.cuda_settings(kernels="sm80") if is_portable else contextlib.nullcontext():
-        want = jax.block_until_ready(f(*clean, operands))
+    with harness.without_planes() if dtype == "float32" else contextlib.nullcontext():
+        want = f(*clean, operands)
     for half in (slice(HALF), slice(HALF, None)):
         poisoned = [x.copy() for x in clean]
         for x in poisoned:
@@ -431,7 +431,8 @@ def test_keys_that_no_row_sees_change_nothing(by, dtype, platform):
     for x in poisoned[1:3]:
         x[:, HALF:] = np.nan
     got = f(*poisoned, operands)
-    assert_same_bits(got, f(*clean, operands))
+    with harness.without_planes() if dtype == "float32" else contextlib.nullcontext():  # as where NaN is
+        assert_same_bits(got, f(*clean, operands))
     for x in (got.dk, got.dv):
         assert x[:, :HALF].any()
         assert not x[:, HALF:].any()

@@ -1,6 +1,10 @@
+// Blocks and grids that wait for each other.
+//
 // Two grids that follow each other on a stream, of which the second may start before the first has ended
 // (launch_early of launch.h). On cards before 9.0 it does not, and these do nothing.
 #pragma once
+
+#include <cstdint>
 
 namespace jax_flash::cuda::ptx {
 
@@ -16,6 +20,19 @@ __device__ __forceinline__ void wait_for_grid_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+// Does a block that waits leave others room to run?
+inline constexpr bool kBlocksRunSideBySide = true;
+
+// Counts this block at `arrived`, and waits until `count` blocks have come. What its threads had written
+// before a barrier is then seen by the other blocks.
+__device__ __forceinline__ void arrive_and_wait(int32_t* arrived, int32_t count) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(arrived) : "memory");
+  int32_t value;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(arrived) : "memory");
+  } while (value < count);
 }
 
 }  // namespace jax_flash::cuda::ptx

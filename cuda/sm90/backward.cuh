@@ -467,6 +467,10 @@ struct BackwardLoader {
             for (int beyond = rows; beyond < Config::kBlockM; beyond += 4) {
               ptx::store_shared_x4(shared.sLse(at.stage) + 4 * beyond, infinities);
               ptx::store_shared_x4(shared.sDelta(at.stage) + 4 * beyond, zeros);
+              if constexpr (Config::kPlanes) {
+                ptx::store_shared(shared.sDsFactor(at.stage) + 2 * beyond, kLargestFactors);
+                ptx::store_shared(shared.sDsFactor(at.stage) + 2 * beyond + 4, kLargestFactors);
+              }
             }
             if (rows < Config::kBlockM) ptx::async_proxy_fence();  // the stage's next copies write there, too
           }
@@ -706,7 +710,8 @@ struct BackwardConsumer {
   // The smallest factor of ds of all queries so far leaves room for each. What was summed with a larger one
   // follows.
   __device__ __forceinline__ void adopt_dk_factor() {
-    uint32_t smallest = 0x7fff;  // as the upper half of a float32: positive ones have its order
+    uint32_t smallest =
+        kLargestFactors & 0xffff;  // as the upper half of a float32: positive ones have its order
 #pragma unroll
     for (int i = 0; i < Config::kBlockM; i += 64) {
       const int row = i + 2 * lane_id();

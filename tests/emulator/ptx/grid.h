@@ -1,9 +1,15 @@
-// cuda/ptx/grid.h for the host, where a grid starts after the one before it.
+// cuda/ptx/grid.h for the host, where a grid starts after the one before it, and a block too.
 #pragma once
+
+#include <cstdint>
+#include <cstdlib>
 
 namespace jax_flash::cuda::ptx {
 
 inline void let_next_grid_start() {}
 inline void wait_for_grid_before() {}
+
+inline constexpr bool kBlocksRunSideBySide = false;
+inline void arrive_and_wait(int32_t*, int32_t) { std::abort(); }
 
 }  // namespace jax_flash::cuda::ptx
