@@ -124,7 +124,8 @@ struct AttentionParams {
 
   // Workspace of the CUDA kernels: workspace.def has the shapes.
   VisibilityWorkspace visible;
-  int32_t* tile_counter;  // persistent blocks draw tiles from it; null except for 16-bit dtypes and planes
+  int32_t*
+      tile_counter;  // persistent blocks draw tiles from it; null for other dtypes than 16 bits and float32
   PlaneWorkspace planes;
 
   // The page that an element of page_indices names: a wrong one does no harm.

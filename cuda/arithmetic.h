@@ -21,11 +21,6 @@ struct float16 {
   using Element = __half;
 };
 
-// The same, but what is too large is rounded to the largest float16, not to infinity.
-struct float16_saturating {
-  using Element = __half;
-};
-
 // float32 operands rounded to TF32 for the products: relative error 2^-11 an operand.
 struct tf32 {
   using Element = float;
@@ -51,8 +46,6 @@ template <class Arithmetic>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   if constexpr (std::is_same_v<Arithmetic, bfloat16>) {
     return ptx::pack_bf16(low, high);
-  } else if constexpr (std::is_same_v<Arithmetic, float16_saturating>) {
-    return ptx::pack_f16_saturating(low, high);
   } else {
     return ptx::pack_f16(low, high);
   }

@@ -16,8 +16,14 @@ inline constexpr int kThreads = 256;
 inline constexpr int kMaxColumns = 256;  // Hopper's kernels have no more
 inline constexpr int kSteps = 8;         // rows of a block that a thread has a part of: 32 KB
 inline constexpr int kBlocksPerSm = 4;
-inline constexpr int kGroupRows = 32;  // of those that PlaneScales::hold looks at
+inline constexpr int kGroupRows = 32;  // of those that PlaneScales::hold looks at, at least
 inline constexpr int32_t kMagnitudeBits = 0x7fffffff;
+
+// What rows of the backward pass may have.
+inline constexpr float kSmallestSize = 0x1p-6f;     // the sum of a row of dout: numbers of about 2^-12
+inline constexpr float kMostOfNeighbors = 0x1p20f;  // between the bounds of ds
+inline constexpr float kLargestBound = 0x1p100f;    // p (dp - delta) must be a float32
+inline constexpr float kLargestLse = 0x1p20f;
 
 // An array [B, length, K * group, columns]. An item is a row of a query head (or key head).
 struct PlaneSource {
@@ -33,7 +39,7 @@ struct PlaneSources {
   AttentionParams params;
 };
 
-// What a block finds out: maxima in one launch and planes in the next, which reads the array again; or both.
+// What a block makes: maxima in one launch and planes in the next, which reads the array again; or both.
 enum class PlanePass { kMaxima, kPlanes, kBoth };
 
 // A block's items of a key head, and the four columns of each that this thread takes.
@@ -189,7 +195,7 @@ __global__ void __launch_bounds__(kThreads) plane_rows_kernel(const __grid_const
   // delta = rowsum(dout * out) - dlse, and |dp| <= the sum of |dout| times the largest |v| of each column.
   const bool counts = exists && row < Mask(params, batch).q_length;
   const int64_t out_row = (int64_t{batch} * params.seqlen_q + row) * num_heads + head;
-  float delta = 0, bound = 0;
+  float delta = 0, bound = 0, size = 0;
   for (int column = 4 * (threadIdx.x % kLanes); counts && column < columns; column += 4 * kLanes) {
     const int64_t offset = out_row * columns + column;
     const float4 out = *reinterpret_cast<const float4*>(static_cast<const float*>(params.out) + offset);
@@ -199,10 +205,19 @@ __global__ void __launch_bounds__(kThreads) plane_rows_kernel(const __grid_const
     delta = fmaf(low.x, out.x, fmaf(low.y, out.y, fmaf(high.x, out.z, fmaf(high.y, out.w, delta))));
     bound = fmaf(fabsf(low.x), __int_as_float(v.x), fmaf(fabsf(low.y), __int_as_float(v.y), bound));
     bound = fmaf(fabsf(high.x), __int_as_float(v.z), fmaf(fabsf(high.y), __int_as_float(v.w), bound));
+    size += fabsf(low.x) + fabsf(low.y) + fabsf(high.x) + fabsf(high.y);
   }
-  delta = sum_lanes<kLanes>(delta), bound = sum_lanes<kLanes>(bound);
-  if (!exists || threadIdx.x % kLanes != 0) return;
+  delta = sum_lanes<kLanes>(delta), bound = sum_lanes<kLanes>(bound), size = sum_lanes<kLanes>(size);
 
+  // ---- Rows that planes do not hold: dout was rounded to few bits, or to zero ----
+  if (counts && size == 0) {
+    for (int column = threadIdx.x % kLanes; column < columns; column += kLanes) {
+      if (static_cast<const float*>(params.dout)[out_row * columns + column] != 0) *scales.fails() = 1;
+    }
+  }
+  const bool is_too_small = 0 < size && size < kSmallestSize;
+
+  // ---- delta and the bound, which the rows of a block of queries share ----
   const float lse = counts ? static_cast<const float*>(params.lse)[out_row] : -INFINITY;
   const bool sees_keys = lse != -INFINITY;
   delta = ldexpf(delta, v_exponent);
@@ -212,8 +227,21 @@ __global__ void __launch_bounds__(kThreads) plane_rows_kernel(const __grid_const
   if (!sees_keys) delta = 0;
   const float kept_factor = static_cast<float>(1 / (1 - params.options.dropout_rate));
   bound = ldexpf(bound, v_exponent) * kept_factor + fabsf(delta);
+  __shared__ int32_t largest, least;
+  if (threadIdx.x == 0) largest = 0, least = kInfinityBits;
+  __syncthreads();
+  const bool is_first_lane = exists && threadIdx.x % kLanes == 0;
+  if (is_first_lane && bound > 0) {
+    atomicMax(&largest, __float_as_int(bound));
+    atomicMin(&least, __float_as_int(bound));
+  }
+  __syncthreads();
+  if (!is_first_lane) return;
+  const bool differ = __int_as_float(largest) > kMostOfNeighbors * __int_as_float(least);
+  // An lse of more has too few bits after its point to hold the factor of p.
+  const bool is_far = fabsf(lse) < INFINITY && fabsf(lse) > kLargestLse;
+  if (!(bound < kLargestBound) || is_too_small || differ || is_far) *scales.fails() = 1;
 
-  if (!(bound < INFINITY)) *scales.fails() = 1;
   const PlaneRows rows(params, length);
   rows.lse_log2[index] = sees_keys ? lse * kLog2e - (kPlaneTop + 1) : INFINITY;
   rows.delta[index] = delta;
@@ -253,9 +281,9 @@ Status launch_planes(const AttentionParams& params, const void* dout, const Laun
   Status status = cudaMemsetAsync(planes.scales, 0, sizeof(int32_t) * key_heads * PlaneScales::size(params),
                                   context.stream);
   if (status.failed()) return status;
-  // Blocks of a key head wait for each other, so all of them must fit on the GPU, even if half of it is not
-  // free. Longer arrays are read twice, which their kernels make up for.
-  if (ptx::kBlocksRunSideBySide && most_of_head <= kBlocksPerSm * context.multiprocessors / 2) {
+  // Blocks of a key head wait for each other, so all of them must fit on the GPU, also beside those of seven
+  // other calls. Longer arrays are read twice, which their kernels make up for.
+  if (ptx::kBlocksRunSideBySide && most_of_head <= kBlocksPerSm * context.multiprocessors / 8) {
     return launch(plane_kernel<PlanePass::kBoth>, blocks, kThreads, 0, context, sources);
   }
   status = launch(plane_kernel<PlanePass::kMaxima>, blocks, kThreads, 0, context, sources);

@@ -9,8 +9,7 @@
 //
 //   q, k, v, dout   2^exponent each, by their largest magnitude
 //   p               2^kHeadroom relative to the row's maximum (softmax.cuh) forward, kPlaneTop + 1 backward
-//   ds              for dq a factor for each query (PlaneRows); for dk that of the queries so far whose ds
-//                   may be largest
+//   ds              for dq a factor for each query (PlaneRows); for dk one for each block of queries
 //
 // Where the rows of a key head differ by too many powers of two, or a number is not finite, planes do not
 // hold it (PlaneScales::hold), and the portable kernels, launched behind, compute this key head.
@@ -75,7 +74,7 @@ struct PlaneScales {
   // an atomic maximum finds it; 0 if there is none.
   __device__ __forceinline__ int32_t* least_maximum(Array array) const { return values + kArrays + array; }
   __device__ __forceinline__ int32_t* blocks_done(Array array) const { return values + 2 * kArrays + array; }
-  // Not 0 if a number that this needs is not finite.
+  // Not 0 if a number is not finite, or a row beyond what planes hold.
   __device__ __forceinline__ int32_t* fails() const { return values + 3 * kArrays; }
   // Of all key heads: in the first one.
   __device__ __forceinline__ int32_t* blocks_begun() const { return values + 3 * kArrays + 1; }
@@ -95,15 +94,16 @@ struct PlaneScales {
   __device__ __forceinline__ int of_dk() const { return of_dp() - exponent(kQ); }
   __device__ __forceinline__ int of_dv() const { return -exponent(kDout) - kPlaneTop - 1; }
 
-  // Are the results as exact as TF32's?
+  // Is this key head as exact as in TF32?
   //
-  // A row of which all is less than 2^-28 of the largest magnitude loses bits. It matters where a query or a
-  // key meets such rows alone, which lie side by side: groups of rows are looked at. Of ds, the bound is
-  // about 2^6 times what is typical, and p may be 1 / S, so v has less room.
+  // A row of which all is less than 2^-28 of the largest magnitude loses bits. Of q, k and v it matters where
+  // a query or a key meets such rows alone, which lie side by side: groups of rows are looked at. dq of a row
+  // depends on its own row of dout: the kernel that makes PlaneRows looks at each. The bound of ds is that of
+  // the largest v, and about 2^6 times what is typical, and p may be 1 / S.
   __device__ __forceinline__ bool hold(int seqlen_kv, bool is_backward) const {
     constexpr int kMostBinades = 24;
-    const bool holds_rows = max(binades(kQ), max(binades(kK), binades(kDout))) <= kMostBinades &&
-                            binades(kV) + binade(static_cast<float>(seqlen_kv)) <= kMostBinades;
+    const int of_ds = is_backward ? binade(static_cast<float>(seqlen_kv)) : 0;
+    const bool holds_rows = max(binades(kQ), max(binades(kK), binades(kV) + of_ds)) <= kMostBinades;
     const bool holds_results = is_backward ? is_moderate(of_dp()) && is_moderate(of_dq()) &&
                                                  is_moderate(of_dk()) && is_moderate(of_dv())
                                            : is_moderate(of_out());
@@ -134,10 +134,9 @@ inline constexpr uint32_t kLargestFactors = 0x7f007f00;
 // What the backward kernel has of each row, [B, N, stats_length(T)] of each. A row's |ds| may be many powers
 // of two below that of its head, so ds as an operand for dq has an exponent of the row.
 struct PlaneRows {
-  float* lse_log2;  // log2(e) lse - (kPlaneTop + 1), so that p has its factor
-  float* delta;     // in units of the planes
-  uint16_t*
-      ds_factor;  // what scaled p times ds is multiplied by, as the upper half of a float32: a power of two
+  float* lse_log2;      // log2(e) lse - (kPlaneTop + 1), so that p has its factor
+  float* delta;         // in units of the planes
+  uint16_t* ds_factor;  // what p ds is multiplied by, p with its factor: upper half of a power of two
 
   __host__ __device__ PlaneRows(const BackwardParams& params, int64_t stats_length) {
     const int64_t count = params.batch * params.num_heads * stats_length;

@@ -573,7 +573,8 @@ def _num_planes(call: _Pass, q, k, v, options: AttentionOptions) -> int:
     if direction is None or q.dtype != jnp.float32 or options.precision:
         return 0
     shortest = _library.constants()["kShortLength"] + 1
-    is_long = all(isinstance(x.shape[-3], int) and x.shape[-3] >= shortest for x in (q, k))
+    sizes = (*q.shape[-3:-1], *k.shape[-3:-1])
+    is_long = all(isinstance(size, int) for size in sizes) and min(q.shape[-3], k.shape[-3]) >= shortest
     is_served = is_long and _hopper_head_dim(direction, q, v) > 0
     return int(is_served and _planes_pay(direction, q, k, options))
 

@@ -218,6 +218,7 @@ def test_every_kernel_of_second_order_can_run(monkeypatch):
         (dict(t=64), (0, 0)),
         (dict(s=64), (0, 0)),
         (dict(t=export.symbolic_shape("t")[0]), (0, 0)),  # may be short
+        (dict(n=export.symbolic_shape("n")[0]), (0, 0)),
         (dict(precision="highest"), (0, 0)),
         (dict(precision="high"), (0, 0)),
         (dict(dtype="bfloat16"), (0, 0)),
@@ -227,9 +228,9 @@ def test_every_kernel_of_second_order_can_run(monkeypatch):
 def test_float32_as_planes(call, planes, monkeypatch):
     """Where Hopper's kernels for float32 are certain to run, forward and backward."""
 
-    def num_planes(p, t=100, s=100, h=64, hv=64, dtype="float32", **options):
+    def num_planes(p, t=100, s=100, n=4, h=64, hv=64, dtype="float32", **options):
         q, k, v = (
-            jax.core.ShapedArray(shape, jnp.dtype(dtype)) for shape in ((t, 4, h), (s, 2, h), (s, 2, hv))
+            jax.core.ShapedArray(shape, jnp.dtype(dtype)) for shape in ((t, n, h), (s, 2, h), (s, 2, hv))
         )
         return _primitives._num_planes(p, q, k, v, AttentionOptions.resolve(h, **options))
 

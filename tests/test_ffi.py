@@ -64,13 +64,16 @@ def program(target: str, platform: str, *, replace=None, extra=(), drop=0, drop_
     args = [jnp.zeros(*types[name]) for name in args[: len(args) - drop]]
     results = [jax.ShapeDtypeStruct(*types[name]) for name in results[: len(results) - drop_results]]
     if platform == "cuda" and drop_results == 0:
-        results += workspace(target, *(types[name][0] for name in "qkv"))
+        results += workspace(target, *(types[name][0] for name in "qkv"), has_planes=types["q"][1] == F32)
     attributes = {name: x for name, x in (OPTIONS | options).items() if x is not None}
     return jax.jit(lambda *args: jax.ffi.ffi_call(target, results)(*args, **attributes)), args
 
 
-def workspace(target: str, q, k, v, key_parts: int = 0) -> list[jax.ShapeDtypeStruct]:
-    """The workspace of a float32 call with arrays of these shapes, without planes, for OPTIONS."""
+def workspace(target: str, q, k, v, key_parts: int = 0, has_planes=True) -> list[jax.ShapeDtypeStruct]:
+    """The workspace of a float32 call with arrays of these shapes, with no planes, for OPTIONS.
+
+    In float64 there are not even arrays for them.
+    """
     if any(len(shape) != 4 for shape in (q, k, v)):
         return []  # such a call ends before it is looked at
     (B, T, N, H), (S, K), Hv = q, k[1:3], v[-1]
@@ -79,15 +82,14 @@ def workspace(target: str, q, k, v, key_parts: int = 0) -> list[jax.ShapeDtypeSt
     planes = [((0, B, K, 16 + Hv), I32)]
     planes += [((0, *shape), jnp.uint16) for shape in ((T, N, H), (S, K, H), (S, K, Hv))]
     rows = -(-S // 16) * 16
+    of_gradient = [((0, T, N, Hv), jnp.uint16), ((0, B, N, -(-T // 128) * 128), F32)]
+    parts = [((B, 0, rows, columns), F32) for columns in (H, Hv)]
     types = {
-        "jax_flash_forward": planes + counter,
+        "jax_flash_forward": (planes + counter) * has_planes,
         "jax_flash_backward": [
-            *planes,
-            ((0, T, N, Hv), jnp.uint16),
-            ((0, B, N, -(-T // 128) * 128), F32),
-            *counter,
+            *(planes + of_gradient + counter) * has_planes,
             *statistics,
-            *(((B, 0, rows, columns), F32) for columns in (H, Hv)),
+            *parts * has_planes,
         ],
         "jax_flash_backward_bias": statistics,
     }[target]

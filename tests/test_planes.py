@@ -74,8 +74,8 @@ INPUTS = {
 }
 
 
-def of_other_segment(rng, q, k, v, dout):
-    v[:, S // 2 :] *= 2.0**20
+def of_other_segment(binades, rng, q, k, v, dout):
+    v[:, S // 2 :] *= 2.0**binades
     return q, k, v, dout
 
 
@@ -84,10 +84,23 @@ def of_other_segment_of_queries(rng, q, k, v, dout):
     return q, k, v, dout
 
 
+def of_a_tiny_row(rng, q, k, v, dout):
+    dout[:, 70] *= 2.0**-40
+    return q, k, v, dout
+
+
+def of_a_tiny_query_head(rng, q, k, v, dout):
+    dout[:, :, 1] *= 2.0**-34
+    return q, k, v, dout
+
+
 # What planes do not hold, backward or also forward: the portable kernels compute it.
 BEYOND = {
-    "another segment": (of_other_segment, True),
+    "another segment": (functools.partial(of_other_segment, 26), True),
+    "another segment, backward": (functools.partial(of_other_segment, 20), False),
     "queries of another segment": (of_other_segment_of_queries, False),
+    "a tiny row": (of_a_tiny_row, False),
+    "a tiny query head": (of_a_tiny_query_head, False),
     "tiny values": (lambda rng, q, k, v, dout: (q, k, 1e-33 * v, dout), True),
     "tiny gradients": (lambda rng, q, k, v, dout: (1e-6 * q, 1e6 * k, v, 1e-26 * dout), False),
 }
@@ -192,7 +205,7 @@ def test_only_the_key_head_that_planes_do_not_hold(platform):
     shapes = [(2, length, heads, 64) for length, heads in ((T, N), (S, K), (S, K), (T, N))]
     q, k, v, dout = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
     clean = run(q, k, v, dout, deterministic=True)
-    v[1, : S // 2, 0] *= 2.0**20
+    v[1, : S // 2, 0] *= 2.0**26
     got, portable = (f(q, k, v, dout, deterministic=True) for f in (run, run_portable))
     group = N // K
     for name, heads in (("out", group), ("dq", group), ("dk", 1), ("dv", 1)):
@@ -219,20 +232,43 @@ def test_what_is_not_finite(name, value, platform):
         assert np.isfinite(got[field][:, :, 0]).all()
 
 
-def test_logits_that_lse_cannot_hold(platform):
-    """A bias that moves all logits of a row by so much that p = exp(s - lse) may be 2: no overflow of float16."""
+@pytest.mark.parametrize("shift", [-1.5e8, -1e9, 3e9])
+def test_logits_that_lse_cannot_hold(shift, platform):
+    """A bias moves all logits of a row by so much that lse is not exact: as the portable kernels."""
     rng = np.random.default_rng(0)
     q, k, v, dout = (rng.standard_normal((1, length, 1, 64)).astype(np.float32) for length in (T, S, S, T))
     bias = np.zeros((1, 1, T, S), np.float32)
-    bias[0, 0, 3] = -1.5e8
-    got = run(q, k, v, dout, bias=bias)
+    bias[0, 0, 3] = shift
+    got, portable = (f(q, k, v, dout, bias=bias, deterministic=True) for f in (run, run_portable))
     assert all(np.isfinite(x).all() for x in got.values())
+    np.testing.assert_allclose(got["dv"], portable["dv"], rtol=0.02, atol=0.01)
 
 
+@pytest.mark.parametrize("binades", [18, -18])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["", "causal"])
-def test_gradients_of_growing_queries(is_causal, platform):
-    """The sums of dk change their scale on the way."""
-    arrays = make(
-        "growing", lambda rng, q, k, v, dout: (q, k, v, dout * 2.0 ** (np.arange(T) / 10)[:, None, None]), 64
-    )
+def test_sums_of_dk_change_their_scale(is_causal, binades, platform):
+    def inputs(rng, q, k, v, dout):
+        return q, k, v, dout * 2.0 ** (binades * np.arange(T) / T)[:, None, None]
+
+    arrays = make("growing", inputs, 64)
     check(run(*arrays, is_causal=is_causal), arrays, "growing", is_causal=is_causal)
+
+
+@pytest.mark.parametrize("size", [1e3, 1e12])
+def test_a_large_gradient_of_lse(size, platform):
+    """Of one row. Its neighbors' ds must not be lost."""
+    q, k, v, dout = make("dlse", INPUTS["normal"], 64)
+    dlse = np.ones((1, T, N), np.float32)
+    dlse[0, 0] = size
+
+    @jax.jit
+    def gradients(*args):
+        f = functools.partial(jax_flash.flash_attention, is_causal=True, return_residual=True)
+        return jax.vjp(f, *args)[1]((dout, dlse))
+
+    want = oracle.attention(q, k, v, dout, dlse, is_causal=True)
+    got = gradients(q, k, v)
+    for name, x in zip(("dq", "dk", "dv"), got, strict=True):
+        exact = getattr(want, name)[:, 1:]
+        error = np.asarray(x, np.float64)[:, 1:] - exact
+        assert np.linalg.norm(error) <= 2e-3 * np.linalg.norm(exact), name

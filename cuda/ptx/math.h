@@ -43,11 +43,4 @@ __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
   return packed;
 }
 
-// What is too large becomes the largest float16.
-__device__ __forceinline__ uint32_t pack_f16_saturating(float low, float high) {
-  uint32_t packed;
-  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
 }  // namespace jax_flash::cuda::ptx

@@ -697,7 +697,7 @@ struct BackwardConsumer {
 #pragma unroll
     for (int nt = 0; nt < kTiles; ++nt) {
       if (nt >= kEarlyTiles) exponentiate(scores[0][nt]);
-      make_p(scores[0][nt], nt, p);
+      make_operand<Arithmetic>(scores[0][nt], nt, p);
 #pragma unroll
       for (int i = 0; i < 4; ++i) ds[0][nt][i] = scores[0][nt][i] * (ds[0][nt][i] - delta[nt][i % 2]);
       round_ds(ds[0][nt], nt, ds_operand, for_dq);
@@ -707,11 +707,11 @@ struct BackwardConsumer {
     }
   }
 
-  // The smallest factor of ds of all queries so far leaves room for each. What was summed with a larger one
-  // follows.
+  // ds of a block of queries has the smallest of their factors, or up to 2^3 less. What was summed with
+  // another one is adapted when that is not near enough.
   __device__ __forceinline__ void adopt_dk_factor() {
-    uint32_t smallest =
-        kLargestFactors & 0xffff;  // as the upper half of a float32: positive ones have its order
+    constexpr uint32_t kNoGradient = kLargestFactors & 0xffff;
+    uint32_t smallest = kNoGradient;  // upper halves of positive floats have the order of floats
 #pragma unroll
     for (int i = 0; i < Config::kBlockM; i += 64) {
       const int row = i + 2 * lane_id();
@@ -719,8 +719,9 @@ struct BackwardConsumer {
       const uint32_t pair = ptx::load_shared(shared.sDsFactor(q_ring.stage) + 2 * row);
       smallest = min(smallest, min(pair & 0xffff, pair >> 16));
     }
-    const float factor = __uint_as_float(__reduce_min_sync(0xffffffff, smallest) << 16);
-    if (factor >= dk_factor) return;
+    smallest = __reduce_min_sync(0xffffffff, smallest);
+    const float factor = __uint_as_float(smallest << 16);
+    if (factor >= dk_factor && (factor < 16 * dk_factor || smallest == kNoGradient)) return;
     const float change = factor / dk_factor;
     for_each_accumulator(dk, [&](int mt, int h, int nt, int c) { dk[mt][nt][2 * h + c] *= change; });
     dk_factor = factor;
@@ -788,7 +789,7 @@ struct BackwardConsumer {
         if (!visible[0].test(nt, i)) tile[i] = 0;
         dropped[i] = kept[0].test(nt, i) ? tile[i] : 0;
       }
-      make_p(dropped, nt, p);
+      make_operand<Arithmetic>(dropped, nt, p);
       read_stats(delta, shared.sDelta(stage), nt);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -854,12 +855,6 @@ struct BackwardConsumer {
   __device__ __forceinline__ void make_log2_p(float (&tile)[4], const float (&lse_log2)[2]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) tile[i] = fmaf(tile[i], logit.scale_log2, -lse_log2[i % 2]);
-  }
-  // Of planes, p has a factor of 2^15. Where lse is so large that it is not exact, p may be 2: beyond
-  // float16.
-  __device__ __forceinline__ void make_p(const float (&tile)[4], int nt, Operand& p) {
-    using Rounding = std::conditional_t<Config::kPlanes, float16_saturating, Arithmetic>;
-    make_operand<Rounding>(tile, nt, p);
   }
   __device__ __forceinline__ void exponentiate(float (&tile)[4]) {
 #pragma unroll

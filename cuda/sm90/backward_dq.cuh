@@ -259,12 +259,12 @@ struct BackwardDqConsumer {
         ds_factor[h] = __uint_as_float(uint32_t{rows.ds_factor[row]} << 16);
         dq_factor[h] = ldexpf(logit.scale, uniform(scales.of_dq()) - rows.ds_exponent(row));
       }
-      return;
-    }
+    } else {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      lse_log2[h] = params.lse_log2[row0 + accumulator_row(0, h)];
-      delta[h] = params.delta[row0 + accumulator_row(0, h)];
+      for (int h = 0; h < 2; ++h) {
+        lse_log2[h] = params.lse_log2[row0 + accumulator_row(0, h)];
+        delta[h] = params.delta[row0 + accumulator_row(0, h)];
+      }
     }
   }
 

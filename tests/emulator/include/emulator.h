@@ -111,6 +111,7 @@ T __ldcs(const T* pointer) {
 inline int atomicAdd(int* to, int x) { return *to += x, *to - x; }
 inline int __ldcg(const int* from) { return *from; }
 inline int atomicMax(int* to, int x) { return std::exchange(*to, max(*to, x)); }
+inline int atomicMin(int* to, int x) { return std::exchange(*to, min(*to, x)); }
 inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }

@@ -29,9 +29,5 @@ uint32_t pack_two(float low, float high) {
 }
 inline uint32_t pack_bf16(float low, float high) { return pack_two<__nv_bfloat16>(low, high); }
 inline uint32_t pack_f16(float low, float high) { return pack_two<__half>(low, high); }
-inline uint32_t pack_f16_saturating(float low, float high) {
-  const auto saturate = [](float x) { return std::fabs(x) > 65504 ? std::copysign(65504.0f, x) : x; };
-  return pack_f16(saturate(low), saturate(high));
-}
 
 }  // namespace jax_flash::cuda::ptx
