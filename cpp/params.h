@@ -124,8 +124,7 @@ struct AttentionParams {
 
   // Workspace of the CUDA kernels: workspace.def has the shapes.
   VisibilityWorkspace visible;
-  int32_t*
-      tile_counter;  // persistent blocks draw tiles from it; null for other dtypes than 16 bits and float32
+  int32_t* tile_counter;  // persistent blocks draw tiles from it; null unless of 16 bits or float32
   PlaneWorkspace planes;
 
   // The page that an element of page_indices names: a wrong one does no harm.

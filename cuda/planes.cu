@@ -16,14 +16,14 @@ inline constexpr int kThreads = 256;
 inline constexpr int kMaxColumns = 256;  // Hopper's kernels have no more
 inline constexpr int kSteps = 8;         // rows of a block that a thread has a part of: 32 KB
 inline constexpr int kBlocksPerSm = 4;
-inline constexpr int kGroupRows = 32;  // of those that PlaneScales::hold looks at, at least
+inline constexpr int kGroupRows = 32;  // about so many does PlaneScales::hold look at together
 inline constexpr int32_t kMagnitudeBits = 0x7fffffff;
 
 // What rows of the backward pass may have.
-inline constexpr float kSmallestSize = 0x1p-6f;     // the sum of a row of dout: numbers of about 2^-12
-inline constexpr float kMostOfNeighbors = 0x1p20f;  // between the bounds of ds
-inline constexpr float kLargestBound = 0x1p100f;    // p (dp - delta) must be a float32
-inline constexpr float kLargestLse = 0x1p20f;
+inline constexpr float kSmallestSize = 0x1p-6f;  // the sum of |dout|, in units of its plane: each about 2^-12
+inline constexpr float kMostOfNeighbors = 0x1p20f;                          // between two bounds of ds
+inline constexpr float kSmallestBound = 0x1p-30f, kLargestBound = 0x1p50f;  // of ds, unless it is 0
+inline constexpr float kLargestLse = 0x1p9f;  // up to here a last bit of a product does not make p 2
 
 // An array [B, length, K * group, columns]. An item is a row of a query head (or key head).
 struct PlaneSource {
@@ -118,8 +118,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   rows.for_each(
       [&](int i, int64_t offset) { x[i] = *reinterpret_cast<const float4*>(rows.source.data + offset); });
 
-  // ---- The largest magnitudes: as integers, they have the order of floats; what is not finite comes last
-  // ----
+  // ---- The largest magnitudes: as integers, which have the order of floats; infinity and NaN come last ----
   if constexpr (kPass != PlanePass::kPlanes) {
     const int steps_of_group = max(kGroupRows / rows.step, 1);
     int32_t of_group = 0, of_thread[4] = {};
@@ -179,6 +178,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 // kLanes lanes for each row, four columns each.
 template <int kLanes>
 __global__ void __launch_bounds__(kThreads) plane_rows_kernel(const __grid_constant__ BackwardParams params) {
+  static_assert(kStatsRows % (kThreads / kLanes) == 0, "a block's rows are of one head, and all exist");
   const int length = static_cast<int>(stats_length(params.seqlen_q));
   const int num_heads = static_cast<int>(params.num_heads), columns = static_cast<int>(params.head_dim_v);
   const int group = num_heads / static_cast<int>(params.num_kv_heads);
@@ -187,13 +187,12 @@ __global__ void __launch_bounds__(kThreads) plane_rows_kernel(const __grid_const
   const int64_t batch_and_head = index / length;
   const int row = static_cast<int>(index - batch_and_head * length);
   const int batch = static_cast<int>(batch_and_head / num_heads);
-  const bool exists = batch < params.batch;  // to the end: all lanes of a warp add up
   const int head = static_cast<int>(batch_and_head - int64_t{batch} * num_heads);
-  const PlaneScales scales(params, exists ? batch : 0, exists ? head / group : 0);
+  const PlaneScales scales(params, batch, head / group);
   const int v_exponent = scales.exponent(PlaneScales::kV), dp_exponent = -scales.of_dp();
 
   // delta = rowsum(dout * out) - dlse, and |dp| <= the sum of |dout| times the largest |v| of each column.
-  const bool counts = exists && row < Mask(params, batch).q_length;
+  const bool counts = row < Mask(params, batch).q_length;
   const int64_t out_row = (int64_t{batch} * params.seqlen_q + row) * num_heads + head;
   float delta = 0, bound = 0, size = 0;
   for (int column = 4 * (threadIdx.x % kLanes); counts && column < columns; column += 4 * kLanes) {
@@ -209,17 +208,9 @@ __global__ void __launch_bounds__(kThreads) plane_rows_kernel(const __grid_const
   }
   delta = sum_lanes<kLanes>(delta), bound = sum_lanes<kLanes>(bound), size = sum_lanes<kLanes>(size);
 
-  // ---- Rows that planes do not hold: dout was rounded to few bits, or to zero ----
-  if (counts && size == 0) {
-    for (int column = threadIdx.x % kLanes; column < columns; column += kLanes) {
-      if (static_cast<const float*>(params.dout)[out_row * columns + column] != 0) *scales.fails() = 1;
-    }
-  }
-  const bool is_too_small = 0 < size && size < kSmallestSize;
-
-  // ---- delta and the bound, which the rows of a block of queries share ----
+  // ---- delta, and a bound of |dp - delta| ----
   const float lse = counts ? static_cast<const float*>(params.lse)[out_row] : -INFINITY;
-  const bool sees_keys = lse != -INFINITY;
+  bool sees_keys = lse != -INFINITY;
   delta = ldexpf(delta, v_exponent);
   if (counts && params.dlse && lse != INFINITY) {
     delta -= ldexpf(static_cast<const float*>(params.dlse)[out_row], dp_exponent);
@@ -227,27 +218,40 @@ __global__ void __launch_bounds__(kThreads) plane_rows_kernel(const __grid_const
   if (!sees_keys) delta = 0;
   const float kept_factor = static_cast<float>(1 / (1 - params.options.dropout_rate));
   bound = ldexpf(bound, v_exponent) * kept_factor + fabsf(delta);
+
+  // ---- Do planes hold this row, and this one beside its neighbors? ----
+  const auto fail_if = [&](bool fails) {
+    if (fails) *scales.fails() = 1;
+  };
+  if (counts && size == 0) {  // was there something that is now 0?
+    for (int column = threadIdx.x % kLanes; column < columns; column += kLanes) {
+      fail_if(static_cast<const float*>(params.dout)[out_row * columns + column] != 0);
+    }
+  }
   __shared__ int32_t largest, least;
   if (threadIdx.x == 0) largest = 0, least = kInfinityBits;
   __syncthreads();
-  const bool is_first_lane = exists && threadIdx.x % kLanes == 0;
+  const bool is_first_lane = threadIdx.x % kLanes == 0;
   if (is_first_lane && bound > 0) {
     atomicMax(&largest, __float_as_int(bound));
     atomicMin(&least, __float_as_int(bound));
   }
   __syncthreads();
   if (!is_first_lane) return;
-  const bool differ = __int_as_float(largest) > kMostOfNeighbors * __int_as_float(least);
-  // An lse of more has too few bits after its point to hold the factor of p.
-  const bool is_far = fabsf(lse) < INFINITY && fabsf(lse) > kLargestLse;
-  if (!(bound < kLargestBound) || is_too_small || differ || is_far) *scales.fails() = 1;
+  fail_if(0 < size && size < kSmallestSize);
+  fail_if(!(bound == 0 || (kSmallestBound < bound && bound < kLargestBound)));
+  fail_if(__int_as_float(largest) > kMostOfNeighbors * __int_as_float(least));
+  if (fabsf(lse) < INFINITY && fabsf(lse) > kLargestLse) {
+    fail_if(bound > 0);
+    sees_keys = false;  // as a bias of -1e9 for all keys of a row does it, whose p has no gradient
+  }
 
   const PlaneRows rows(params, length);
   rows.lse_log2[index] = sees_keys ? lse * kLog2e - (kPlaneTop + 1) : INFINITY;
   rows.delta[index] = delta;
   const float factor = power_of_two(plane_exponent(bound) - 1 - (kPlaneTop + 1));
   rows.ds_factor[index] =
-      static_cast<uint16_t>(bound > 0 ? __float_as_uint(factor) >> 16 : kLargestFactors & 0xffff);
+      static_cast<uint16_t>(bound > 0 ? __float_as_uint(factor) >> 16 : kNoGradientFactors & 0xffff);
 }
 
 }  // namespace

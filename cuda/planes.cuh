@@ -98,12 +98,15 @@ struct PlaneScales {
   //
   // A row of which all is less than 2^-28 of the largest magnitude loses bits. Of q, k and v it matters where
   // a query or a key meets such rows alone, which lie side by side: groups of rows are looked at. dq of a row
-  // depends on its own row of dout: the kernel that makes PlaneRows looks at each. The bound of ds is that of
-  // the largest v, and about 2^6 times what is typical, and p may be 1 / S.
+  // depends on its own row of dout: the kernel that makes PlaneRows looks at each. The bound of ds assumes
+  // the largest v of each column, so it is about 2^6 times the typical ds, and p may be 1 / S.
   __device__ __forceinline__ bool hold(int seqlen_kv, bool is_backward) const {
     constexpr int kMostBinades = 24;
     const int of_ds = is_backward ? binade(static_cast<float>(seqlen_kv)) : 0;
     const bool holds_rows = max(binades(kQ), max(binades(kK), binades(kV) + of_ds)) <= kMostBinades;
+    // Factors must be float32s, and with that of ds, which is less than 2^50 off.
+    const int most = is_backward ? 75 : 100;
+    const auto is_moderate = [&](int exponent) { return abs(exponent) <= most; };
     const bool holds_results = is_backward ? is_moderate(of_dp()) && is_moderate(of_dq()) &&
                                                  is_moderate(of_dk()) && is_moderate(of_dv())
                                            : is_moderate(of_out());
@@ -111,9 +114,6 @@ struct PlaneScales {
   }
 
  private:
-  // Is 2^exponent a float32, and with it all that this is multiplied by?
-  __device__ __forceinline__ static bool is_moderate(int exponent) { return abs(exponent) <= 100; }
-
   // How many powers of two lie between the largest magnitude and that of the least group of rows.
   __device__ __forceinline__ int binades(Array array) const {
     const int32_t least = *least_maximum(array);
@@ -129,7 +129,7 @@ __device__ __forceinline__ bool planes_hold(const AttentionParams& params, int b
 }
 
 // Two of PlaneRows::ds_factor, of rows without gradient: 2^127, above that of any other row.
-inline constexpr uint32_t kLargestFactors = 0x7f007f00;
+inline constexpr uint32_t kNoGradientFactors = 0x7f007f00;
 
 // What the backward kernel has of each row, [B, N, stats_length(T)] of each. A row's |ds| may be many powers
 // of two below that of its head, so ds as an operand for dq has an exponent of the row.

@@ -62,7 +62,7 @@ INPUTS = {
     "normal": lambda rng, *arrays: arrays,
     "sharp": lambda rng, q, *others: (8 * q, *others),
     "equal keys": lambda rng, q, k, v, dout: (q, np.repeat(k[:, :1], S, 1), v, dout),
-    "far from 1": lambda rng, q, k, v, dout: (1e-12 * q, 1e12 * k, 1e-15 * v, 1e12 * dout),
+    "far from 1": lambda rng, q, k, v, dout: (1e-8 * q, 1e8 * k, 1e-10 * v, 1e9 * dout),
     "rows": of_rows,
     "keys and queries": of_keys_and_queries,
     "columns": of_columns,
@@ -254,12 +254,14 @@ def test_sums_of_dk_change_their_scale(is_causal, binades, platform):
     check(run(*arrays, is_causal=is_causal), arrays, "growing", is_causal=is_causal)
 
 
-@pytest.mark.parametrize("size", [1e3, 1e12])
-def test_a_large_gradient_of_lse(size, platform):
-    """Of one row. Its neighbors' ds must not be lost."""
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("size", [1e3, 1e12, 1e-34])
+def test_gradients_of_lse_that_differ(size, rows, platform):
+    """Those of the first rows and the others, whose ds must not be lost. Small ones are not beside those of out."""
     q, k, v, dout = make("dlse", INPUTS["normal"], 64)
+    dout *= size > 1
     dlse = np.ones((1, T, N), np.float32)
-    dlse[0, 0] = size
+    dlse[0, :rows] = size
 
     @jax.jit
     def gradients(*args):
@@ -269,6 +271,19 @@ def test_a_large_gradient_of_lse(size, platform):
     want = oracle.attention(q, k, v, dout, dlse, is_causal=True)
     got = gradients(q, k, v)
     for name, x in zip(("dq", "dk", "dv"), got, strict=True):
-        exact = getattr(want, name)[:, 1:]
-        error = np.asarray(x, np.float64)[:, 1:] - exact
+        exact = getattr(want, name)[:, rows:]
+        error = np.asarray(x, np.float64)[:, rows:] - exact
         assert np.linalg.norm(error) <= 2e-3 * np.linalg.norm(exact), name
+
+
+def test_a_row_of_biases_instead_of_a_mask_stays_in_planes(platform):
+    """A bias of -1e9 for all keys of a row without a gradient, such as one of padding."""
+    q, k, v, dout = make("bias", INPUTS["normal"], 64)
+    bias = np.zeros((1, 1, T, S), np.float32)
+    bias[0, 0, 150:] = -1e9
+    dout[:, 150:] = 0
+    got, portable = (f(q, k, v, dout, bias=bias, deterministic=True) for f in (run, run_portable))
+    assert not any(are_equal(got, portable, [name]) for name in ("out", "dq", "dk", "dv"))
+    for name in ("dq", "dk", "dv"):
+        np.testing.assert_allclose(got[name], portable[name], rtol=0, atol=0.01)
+    assert not got["dq"][:, 150:].any()

@@ -48,8 +48,8 @@ struct ForwardConfig {
   using QTile = SharedTile<Arithmetic, kBlockM, kHeadDim, /*kRounded=*/true>;
   using KvTile = SharedTile<Arithmetic, kBlockN, kHeadDim>;
   static constexpr int kSharedBytes = QTile::kBytes + kStages * KvTile::kBytes;
-  // The plain form of three products has no registers for pages: 704 bytes would be spilled, 13 % of its
-  // speed.
+  // The plain form of three products has no registers left for pages: it would spill 704 bytes, which costs
+  // 13 % of its speed.
   static constexpr bool kMayHavePages = kPolicy.is_general() || !std::is_same_v<Arithmetic, tf32x3>;
   using Keys = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/true, kBlockM, kBlockN>;
 };

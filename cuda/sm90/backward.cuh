@@ -468,8 +468,8 @@ struct BackwardLoader {
               ptx::store_shared_x4(shared.sLse(at.stage) + 4 * beyond, infinities);
               ptx::store_shared_x4(shared.sDelta(at.stage) + 4 * beyond, zeros);
               if constexpr (Config::kPlanes) {
-                ptx::store_shared(shared.sDsFactor(at.stage) + 2 * beyond, kLargestFactors);
-                ptx::store_shared(shared.sDsFactor(at.stage) + 2 * beyond + 4, kLargestFactors);
+                ptx::store_shared(shared.sDsFactor(at.stage) + 2 * beyond, kNoGradientFactors);
+                ptx::store_shared(shared.sDsFactor(at.stage) + 2 * beyond + 4, kNoGradientFactors);
               }
             }
             if (rows < Config::kBlockM) ptx::async_proxy_fence();  // the stage's next copies write there, too
@@ -707,10 +707,10 @@ struct BackwardConsumer {
     }
   }
 
-  // ds of a block of queries has the smallest of their factors, or up to 2^3 less. What was summed with
-  // another one is adapted when that is not near enough.
+  // The factor for a block's ds is the smallest of its rows', or up to 2^3 less, so that the sums are rarely
+  // rescaled.
   __device__ __forceinline__ void adopt_dk_factor() {
-    constexpr uint32_t kNoGradient = kLargestFactors & 0xffff;
+    constexpr uint32_t kNoGradient = kNoGradientFactors & 0xffff;
     uint32_t smallest = kNoGradient;  // upper halves of positive floats have the order of floats
 #pragma unroll
     for (int i = 0; i < Config::kBlockM; i += 64) {
