@@ -583,8 +583,8 @@ def _planes_pay(direction: str, q, k, options: AttentionOptions) -> bool:
     """Whether planes gain more than it takes to make them.
 
     Times are in pairs of a query and a key: measured on an H100, a row of planes takes as long as the products of so
-    many pairs become shorter. Neither the batch nor the number of key heads counts, so that a
-    sequence has the same bits alone and in a batch.
+    many pairs become shorter. Neither the batch nor the number of key heads counts, so that a sequence has the same
+    bits alone and in a batch.
     """
     (seqlen_q, num_heads, head_dim), (seqlen_kv, num_kv_heads) = q.shape[-3:], k.shape[-3:-1]
     group = num_heads // max(num_kv_heads, 1)

@@ -84,6 +84,11 @@ def of_other_segment_of_queries(rng, q, k, v, dout):
     return q, k, v, dout
 
 
+def of_a_huge_value(rng, q, k, v, dout):
+    v[:, 5] *= 2.0**20
+    return q, k, v, dout
+
+
 def of_a_tiny_row(rng, q, k, v, dout):
     dout[:, 70] *= 2.0**-40
     return q, k, v, dout
@@ -99,6 +104,8 @@ BEYOND = {
     "another segment": (functools.partial(of_other_segment, 26), True),
     "another segment, backward": (functools.partial(of_other_segment, 20), False),
     "queries of another segment": (of_other_segment_of_queries, False),
+    "a huge value": (of_a_huge_value, False),
+    "farther from 1": (lambda rng, q, k, v, dout: (1e-20 * q, 1e20 * k, 1e-15 * v, 1e12 * dout), False),
     "a tiny row": (of_a_tiny_row, False),
     "a tiny query head": (of_a_tiny_query_head, False),
     "tiny values": (lambda rng, q, k, v, dout: (q, k, 1e-33 * v, dout), True),
