@@ -38,26 +38,31 @@ class [[nodiscard]] Status {
   bool is_served_ = true;
 };
 
+// Can `kernel` be launched with so many blocks and so much dynamic shared memory? Allows it that much.
+template <class... Parameters>
+Status allow_launch(void (*kernel)(Parameters...), int64_t blocks, int shared_bytes,
+                    const LaunchContext& context) {
+  if (shared_bytes > context.shared_memory_per_block) return Status::not_served();
+  if (blocks > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidValue;
+  if (shared_bytes <= 48 * 1024) return cudaSuccess;
+  // Once for each device would do, but needs a table of devices; this takes half a microsecond.
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+}
+
 // Launches `kernel` on a one-dimensional grid (the other dimensions are limited to 65,535) with
 // `shared_bytes` of dynamic shared memory. An empty grid launches nothing.
 template <class... Parameters>
 Status launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes,
               const LaunchContext& context, const Parameters&... parameters) {
   if (blocks == 0) return cudaSuccess;
-  if (shared_bytes > context.shared_memory_per_block) return Status::not_served();
-  if (blocks > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidValue;
-  if (shared_bytes > 48 * 1024) {
-    // Once for each device would do, but needs a table of devices; this takes half a microsecond.
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (error != cudaSuccess) return error;
-  }
+  if (const Status status = allow_launch(kernel, blocks, shared_bytes, context); status.failed())
+    return status;
   kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, context.stream>>>(parameters...);
   return cudaGetLastError();
 }
 
-// Like launch, with at most 48 KB of shared memory, but on 9.0 and newer the kernel may start while the one
-// before it on the stream ends: it calls ptx::wait_for_grid_before() before it reads what that one wrote.
+// Like launch, but on 9.0 and newer the kernel may start while the one before it on the stream ends: it calls
+// ptx::wait_for_grid_before() before it reads what that one wrote.
 template <class... Parameters>
 Status launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes,
                     const LaunchContext& context, const Parameters&... parameters) {
@@ -71,7 +76,8 @@ Status launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, 
     return launch(kernel, blocks, threads, shared_bytes, context, parameters...);
   }
   if (blocks == 0) return cudaSuccess;
-  if (blocks > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidValue;
+  if (const Status status = allow_launch(kernel, blocks, shared_bytes, context); status.failed())
+    return status;
   cudaLaunchAttribute may_start_early = {};
   may_start_early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   may_start_early.val.programmaticStreamSerializationAllowed = 1;

@@ -54,9 +54,10 @@ __device__ __forceinline__ void tensor_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until all stores committed by this thread have read shared memory.
+// Waits until all stores committed by this thread but the last kPending groups have read shared memory.
+template <int kPending = 0>
 __device__ __forceinline__ void tensor_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 // Orders this thread's ordinary accesses to shared memory before later ones by the copy engine and wgmma.

@@ -23,6 +23,7 @@
 //   warp 0      draws the next item; loads k, then q
 //   warp 1      loads v, then dout
 //   warp 2      loads lse and delta
+//   warp 3      adds dq to dq_accum, 64 rows at once
 //   warps 4...  two consumers
 //
 // Timeline of one consumer, with dq: the last blocks of queries 1 and 2 of a tile t, and the first block 0 of
@@ -31,8 +32,9 @@
 //
 //   warps 0-2      q2, dout2, lse2, delta2         k(u), v(u)           q0, dout0, ...
 //   tensor cores   S1 D1           dV1   dQ1 dK1   S2 D2           dV2   dQ2 dK2                     S0 D0
-//   other units        p1   ds1        |     add dq1   p2   ds2        |     add dq2 | dk, dv out        p0
-//                                                                                    ^ tile boundary
+//   other units        p1   ds1        |     store dq1 p2   ds2        |     store dq2 | dk, dv out      p0
+//   warp 3                                         add dq1                         add dq2
+//                                                                                      ^ tile boundary
 //
 // With one stage of keys and values, k(u) and v(u) load behind the tile boundary.
 //
@@ -56,21 +58,25 @@
 //                consumer; else 8: a lane of                                 are done and, without dq, until
 //                each consumer warp                                          dk and dv have left from their
 //                                                                            place
+//   dq full, of  4 or 8: a lane of each warp    block of         warp 3      dq in shared memory, until the
+//   64 rows      that writes them               queries                      copy engine has read it
+//   dq empty,    1: warp 3                      block of         those       the same
+//   likewise                                    queries          warps
 //   tail         1: warp 0 or 1, with TMA       block with rows  that warp   rows that it then fills with
 //                                               that do not                  zeros, before it arrives at
 //                                               count                        full itself
-//   item full    1: warp 0                      item             warps 1, 2, the number of an item
+//   item full    1: warp 0                      item             warps 1-3,  the number of an item
 //                                                                consumers   (item_ring.cuh)
-//   item empty   10: a lane of warps 1 and 2    item             warp 0      the same, until all have read
-//                and of each consumer warp                                   it
+//   item empty   11, without dq 10: a lane of   item             warp 0      the same, until all have read
+//                each warp that reads it                                     it
 //   bar 1        256: both consumers            block of         both        ds, and p^T where it is shared,
 //                                               queries, but                 until both have written it; at
 //                                               for kByKeys                  a tile's end, what dk and dv
 //                                               without dq;                  overwrite
 //                                               tile
-//   bar 2        256: both consumers            tile, with dq    both        dk, which leaves from the place
-//                                                                            of ds, until the next tile's
-//                                                                            first ds is written
+//   bar 2        256: both consumers            tile, with dq    both        what leaves from the place of
+//                                                                            ds, until the next tile's first
+//                                                                            ds is written
 #pragma once
 
 #include <cuda.h>
@@ -90,6 +96,7 @@
 #include "params.h"
 #include "planes.cuh"
 #include "ptx/barrier.h"
+#include "ptx/grid.h"
 #include "ptx/memory.h"
 #include "ptx/tensor_copy.h"
 #include "ptx/wgmma.h"
@@ -203,6 +210,7 @@ struct BackwardConfig {
   static constexpr bool kDqByRows = kBlockM == 128;
   static_assert(kByKeys || !kWithDq);
   static constexpr int kDqColumns = kDqByRows ? kHeadDim : kHeadDim / 2;
+  static constexpr int kDqParts = kWithDq ? kBlockM / 64 : 1;  // of 64 rows, which are added together
 
   // Shared memory: tiles of kChunks times [rows, kRowColumns] elements, swizzled.
   static constexpr int kRowColumns = chunk_columns(kHeadDim), kRowBytes = 2 * kRowColumns;
@@ -221,21 +229,28 @@ struct BackwardConfig {
   static constexpr int kPStages = kByKeys ? 0 : 2;
   static constexpr int kOutChunks = ceil_div(kColumns, kRowColumns);
   static constexpr int kOutBytes = kOutChunks * 16 * kRowBytes;  // of a warp's dk, and at most of its dv
-  static constexpr int kDqWarpBytes = kWithDq ? std::max(16 * kDqColumns * 4, kOutBytes) : 0;
+  static constexpr int kDqWarpBytes = kWithDq ? 16 * kDqColumns * 4 : 0;
   static constexpr int kOutPitch = kWithDq ? 16 * kRowBytes : kKvChunkBytes;
-  static_assert(!kWithDq || 4 * kConsumers * kOutBytes <= kDsStages * kDsBytes);
+  // With dq, dk leaves from the place of ds; dv, too, if both fit, else from that of dq.
+  static constexpr int kConsumerWarps = 4 * kConsumers;
+  static_assert(!kWithDq || kConsumerWarps * kOutBytes <= kDsStages * kDsBytes);
+  static constexpr bool kDvInDs = kWithDq && 2 * kConsumerWarps * kOutBytes <= kDsStages * kDsBytes;
+  static_assert(!kWithDq || kDvInDs || kDqParts == 1,
+                "dv must not take the place of a part still being added");
+  static constexpr int kDqBytes =
+      kWithDq ? kConsumerWarps * std::max(kDqWarpBytes, kDvInDs ? 0 : kOutBytes) : 0;
   static constexpr int kV = kKvStages * kKBytes, kQ = kV + kKvStages * kVBytes;
   static constexpr int kDout = kQ + kStages * kQBytes;
   static constexpr int kDs = kDout + kStages * kDoutBytes, kP = kDs + kDsStages * kDsBytes;
   static constexpr int kDq = kP + kPStages * kDsBytes;
   using WarpBias = BiasBuffer</*kTransposed=*/true, kQueries>;
   static_assert(kByKeys || !kPolicy.may_stage_bias());
-  static constexpr int kBias = kDq + 4 * kConsumers * kDqWarpBytes;
-  static constexpr int kLse = kBias + (kPolicy.may_stage_bias() ? 4 * kConsumers * WarpBias::kBytes : 0),
+  static constexpr int kBias = kDq + kDqBytes;
+  static constexpr int kLse = kBias + (kPolicy.may_stage_bias() ? kConsumerWarps * WarpBias::kBytes : 0),
                        kDelta = kLse + kStages * kBlockM * 4;
   static constexpr int kDsFactor = kDelta + kStages * kBlockM * 4;
   static constexpr int kBarriers = kDsFactor + (kPlanes ? kStages * kBlockM * 2 : 0),
-                       kNumBarriers = 4 * kStages + 3 * kKvStages + 2;
+                       kNumBarriers = 4 * kStages + 3 * kKvStages + (kWithDq ? 2 * kDqParts : 0) + 2;
   static constexpr int kItems = kBarriers + 8 * kNumBarriers, kSharedBytes = kItems + ItemRing::kBytes;
   static_assert(kQChunkBytes % 1024 == 0 && kKvChunkBytes % 1024 == 0,
                 "wgmma wants tiles aligned to 1024 bytes");
@@ -258,8 +273,11 @@ struct BackwardShared {
   // In chunks of 64 columns: keys of ds, queries of p^T and ds^T.
   __device__ uint32_t sDs(int stage) const { return base + Config::kDs + stage * Config::kDsBytes; }
   __device__ uint32_t sP(int stage) const { return base + Config::kP + stage * Config::kDsBytes; }
-  // A warp's part of dq, float32, as it lies in dq_accum.
-  __device__ uint32_t sDq(int warp) const { return base + Config::kDq + warp * Config::kDqWarpBytes; }
+  // Of dq, the columns of 16 rows that a warp writes: float32, as they lie in dq_accum.
+  __device__ uint32_t sDq(int consumer, int warp) const {
+    return base + Config::kDq +
+           (Config::kDqByRows ? 4 * consumer + warp : 2 * warp + consumer) * Config::kDqWarpBytes;
+  }
   // A warp's rows of dk and dv on their way out, in chunks of columns kOutPitch bytes apart: in the place of
   // ds and dq, so that the next keys and values can come, or of k and v where there is no dq.
   __device__ uint32_t sDk(int kv_stage, int consumer, int warp) const {
@@ -267,7 +285,8 @@ struct BackwardShared {
                            : sK(kv_stage, out_row(consumer, warp)) + out_chunk(consumer);
   }
   __device__ uint32_t sDv(int kv_stage, int consumer, int warp) const {
-    return Config::kWithDq ? sDq(4 * consumer + warp)
+    if (Config::kDvInDs) return sDk(kv_stage, Config::kConsumers + consumer, warp);
+    return Config::kWithDq ? base + Config::kDq + (4 * consumer + warp) * Config::kOutBytes
                            : sV(kv_stage, out_row(consumer, warp)) + out_chunk(consumer);
   }
   __device__ typename Config::WarpBias bias(int warp) const {
@@ -281,6 +300,7 @@ struct BackwardShared {
 
   using QRing = Ring<Config::kStages>;
   using KvRing = Ring<Config::kKvStages, /*kFullParts=*/2>;
+  using DqRing = Ring<1, /*kFullParts=*/Config::kDqParts, /*kEmptyParts=*/Config::kDqParts>;
   static constexpr int kKeys = 0, kValues = 1;              // parts of KvRing
   __device__ QRing q_ring() const { return {barrier(0)}; }  // lse and delta come and go with q
   __device__ QRing dout_ring() const { return {barrier(QRing::kNumBarriers)}; }
@@ -288,6 +308,8 @@ struct BackwardShared {
   __device__ uint32_t tail(int warp) const {
     return barrier(2 * QRing::kNumBarriers + KvRing::kNumBarriers + warp);
   }
+  // Only with dq.
+  __device__ DqRing dq_ring() const { return {barrier(2 * QRing::kNumBarriers + KvRing::kNumBarriers + 2)}; }
   __device__ ItemRing items() const { return {base + Config::kItems}; }
 
  private:
@@ -363,7 +385,7 @@ __device__ __forceinline__ void for_each_tile(const BackwardSchedule& schedule, 
   });
 }
 
-// ---- The producer: a warp for k and q, one for v and dout, one for lse and delta ----
+// ---- The producer: a warp for k and q, one for v and dout, one for lse and delta, one for sums of dq ----
 
 template <class Config>
 struct BackwardLoader {
@@ -371,6 +393,7 @@ struct BackwardLoader {
   BackwardShared<Config> shared;
   typename BackwardShared<Config>::QRing q_ring = shared.q_ring();  // of queries or dout: they advance alike
   typename BackwardShared<Config>::KvRing kv_ring = shared.kv_ring();
+  typename BackwardShared<Config>::DqRing dq_ring = shared.dq_ring();
   uint32_t tail_parity = 0;
 
   template <bool kIsQueries>
@@ -493,7 +516,65 @@ struct BackwardLoader {
     q_ring.advance(work.all_blocks);
   }
 
+  // Adds what the consumers leave of dq. Few large additions: with eight of 4 KB by this warp, the kernel was
+  // 8 % slower.
+  __device__ __forceinline__ void add_dq(const BackwardTileWork<Config>& work) {
+    const int part_heads = arguments.part_heads;
+    if (ptx::elect_one()) {
+      auto at = dq_ring;
+#pragma unroll 1
+      for (int head = work.part * part_heads; head < (work.part + 1) * part_heads; ++head) {
+        const typename Config::Queries queries = work.queries(arguments.params, head);
+#pragma unroll 1
+        for (int block = 0; block < queries.count; ++block) {
+          const int start = queries.start(block);
+#pragma unroll
+          for (int part = 0; part < Config::kDqParts; ++part) {
+            at.wait_full(part);
+            add_rows(work.batch, head, start, part);
+            ptx::tensor_store_commit();
+            if (part > 0) {
+              ptx::tensor_store_wait_read<1>();
+              at.release(part - 1);
+            }
+          }
+          ptx::tensor_store_wait_read();
+          at.release(Config::kDqParts - 1);
+          at.advance();
+        }
+      }
+    }
+    __syncwarp();
+    dq_ring.advance(work.all_blocks);
+  }
+
  private:
+  // Part `part` of the block of queries that begins at `start`.
+  __device__ __forceinline__ void add_rows(int batch, int head, int start, int part) const {
+    constexpr int kTileBytes = Fragments::kTileBytes,
+                  kWarpTiles = Config::kDqColumns / Fragments::kTileColumns;
+    const Fragments& sums = arguments.dq_accum;
+    const int row = start + 64 * part, tiles = sums.column_tiles;
+    const int row_tiles = min(4, sums.row_tiles - row / Fragments::kTileRows);
+    if (row_tiles <= 0) return;
+    float* to = sums.tile(batch, head, row, 0);
+    if (tiles == Config::kHeadDim / Fragments::kTileColumns) {
+      ptx::bulk_reduce_add(to, shared.sDq(part, 0), row_tiles * tiles * kTileBytes);
+      return;
+    }
+    // Narrower rows leave gaps in shared memory.
+#pragma unroll 1
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll 1
+      for (int first = 0; first < tiles; first += kWarpTiles) {
+        const uint32_t from = shared.sDq(Config::kDqByRows ? part : first / kWarpTiles, i);
+        const int count = min(kWarpTiles, tiles - first);
+        ptx::bulk_reduce_add(to, from, count * kTileBytes);
+        to += count * (kTileBytes / 4);
+      }
+    }
+  }
+
   template <bool kIsQueries>
   __device__ __forceinline__ uint32_t tile(int stage) const {
     return kIsQueries ? shared.sQ(stage) : shared.sDout(stage);
@@ -511,8 +592,8 @@ struct BackwardConsumer {
   using Scores = float[1][kTiles][4];   // [64 keys, kQueries]
   using Operand = uint32_t[kSteps][4];  // the same in 16 bits
   // Tiles of scores whose statistics are read early, and whose exponentials are computed before dout v^T is
-  // there: half of those of 128 queries, all of 64, as measured to be fastest.
-  static constexpr int kEarlyTiles = std::min(kTiles, 8);
+  // there: 6 of 16, all of 8, as measured to be fastest.
+  static constexpr int kEarlyTiles = kTiles > 8 ? 6 : kTiles;
   using RowStats = float[kTiles][2];               // lse or delta of a lane's queries
   using Dk = float[1][Config::kColumns / 8][4];    // [64 keys, kColumns]
   using Dv = float[1][Config::kColumnsV / 8][4];   // [64 keys, kColumnsV]
@@ -525,6 +606,7 @@ struct BackwardConsumer {
   typename BackwardShared<Config>::QRing q_ring = shared.q_ring();  // dout's advances with it
   int ds_stage = 0;
   typename BackwardShared<Config>::KvRing kv_ring = shared.kv_ring();
+  typename BackwardShared<Config>::DqRing dq_ring = shared.dq_ring();
   bool is_first = false;  // is this the first block after a tile was written out?
   // Where they are of planes: of this tile's scores; and what ds is multiplied by to be an operand for dk.
   std::conditional_t<Config::kPlanes, LogitScale, const LogitScale&> logit;
@@ -551,14 +633,13 @@ struct BackwardConsumer {
     for (int head = work.part * part_heads; head < (work.part + 1) * part_heads; ++head) {
       const typename Config::Queries queries = work.queries(arguments.params, head);
       const Pairs<true> pairs{arguments.params, arguments.pairs, work.batch, head};
-      float* dq_rows = Config::kWithDq ? arguments.dq_accum.tile(work.batch, head, 0, dq_column()) : nullptr;
 #pragma unroll 1
       for (int i = 0; i < queries.count; ++i) {
         const int m_start = queries.start(i);
         if (has_staged_bias() && i == 0) start_bias(pairs, work.n_start, m_start);
         // With 64 keys for both consumers, each has half of the queries of the block.
         const bool is_whole = !queries.is_listed() || queries.entry(i).is_whole(kByKeys ? consumer : 0);
-        block(work, pairs, dq_rows, m_start, i + 1 < queries.count ? queries.start(i + 1) : -1, is_whole);
+        block(work, pairs, m_start, i + 1 < queries.count ? queries.start(i + 1) : -1, is_whole);
       }
     }
     write_out(work);
@@ -587,10 +668,10 @@ struct BackwardConsumer {
     }
   }
 
-  // `dq_rows`: this head's sums of dq. `next_m_start`: of this head, -1 if there is none; `is_listed_whole`:
-  // do mask and segments leave every pair visible?
+  // `next_m_start`: of this head, -1 if there is none; `is_listed_whole`: do mask and segments leave every
+  // pair visible?
   __device__ __forceinline__ void block(const BackwardTileWork<Config>& work, const Pairs<true>& pairs,
-                                        float* dq_rows, int m_start, int next_m_start, bool is_listed_whole) {
+                                        int m_start, int next_m_start, bool is_listed_whole) {
     const auto q = q_ring.uniform(), dout = shared.dout_ring().at(q);
     const int stage = q.stage;
     const uint32_t sQ = shared.sQ(stage), sDout = shared.sDout(stage);
@@ -637,7 +718,7 @@ struct BackwardConsumer {
       dout.release_by_warpgroup();
       ptx::wgmma_wait<1>();
       ptx::keep_in_place(dq[0]);
-      add_dq(dq, dq_rows, m_start);
+      store_dq(dq);
     } else {
       issue_gradient(dk, ds_operand, shared.sDs(ds_stage), sQ);
       ptx::wgmma_wait<1>();
@@ -655,7 +736,7 @@ struct BackwardConsumer {
     ds_stage ^= 1;
   }
 
-  // The last tile's dk leaves from the place of ds: both consumers' must have gone.
+  // The last tile's dk, and dv, leave from the place of ds: both consumers' must have gone.
   __device__ __forceinline__ void make_room_for_ds() {
     if constexpr (kByKeys && Config::kWithDq && !Config::kPlanes) {
       if (is_first) {
@@ -885,10 +966,6 @@ struct BackwardConsumer {
 
   // ---- dq ----
 
-  __device__ __forceinline__ int dq_column() const {
-    return Config::kDqByRows ? 0 : consumer * Config::kDqColumns;
-  }
-
   // Where this lane's row of ds^T of the warp's 16 keys goes, of the first 16 queries.
   __device__ __forceinline__ uint32_t ds_row() const {
     const uint32_t sDs = shared.sDs(ds_stage) + consumer * Config::kDsChunkBytes;
@@ -902,7 +979,8 @@ struct BackwardConsumer {
   }
 
   __device__ __forceinline__ void issue_dq(Dq& dq) {
-    const int row = Config::kDqByRows ? 64 * consumer : 0, column = dq_column();
+    const int row = Config::kDqByRows ? 64 * consumer : 0;
+    const int column = Config::kDqByRows ? 0 : consumer * Config::kDqColumns;
     const uint32_t sDs = uniform(shared.sDs(ds_stage) + row * kChunkRowBytes);
     const uint32_t sK =
         uniform(shared.sK(kv_ring.stage, 0) + column / Config::kKColumns * Config::kKvChunkBytes +
@@ -911,23 +989,20 @@ struct BackwardConsumer {
                                                                              sK, Config::kKvChunkBytes);
   }
 
-  // To the head's sums, which begin at dq_rows.
-  __device__ __forceinline__ void add_dq(const Dq& dq, float* dq_rows, int m_start) {
-    const int row = m_start + 16 * warp + (Config::kDqByRows ? 64 * consumer : 0);
-    const int tiles = min(Config::kDqColumns, static_cast<int>(arguments.params.head_dim) - dq_column()) / 8;
-    const uint32_t sDq = shared.sDq(4 * consumer + warp);
-    if (ptx::elect_one()) ptx::tensor_store_wait_read();  // what was added before has left the buffer
-    __syncwarp();
+  // Where this consumer's rows are.
+  __device__ __forceinline__ int dq_part() const { return Config::kDqByRows ? consumer : 0; }
+
+  __device__ __forceinline__ void store_dq(const Dq& dq) {
+    const uint32_t sDq = shared.sDq(consumer, warp);
+    dq_ring.wait_empty(dq_part());
 #pragma unroll
     for (int nt = 0; nt < Config::kDqColumns / 8; ++nt) {
       ptx::store_shared_x4(sDq + nt * Fragments::kTileBytes + 16 * lane_id(), dq[0][nt]);
     }
     ptx::async_proxy_fence();
     __syncwarp();
-    if (row < static_cast<int>(arguments.params.seqlen_q) && tiles > 0 && ptx::elect_one()) {
-      ptx::bulk_reduce_add(dq_rows + arguments.dq_accum.row_offset(row), sDq, tiles * Fragments::kTileBytes);
-      ptx::tensor_store_commit();
-    }
+    if (ptx::elect_one()) ptx::barrier_arrive(dq_ring.full(dq_part()));
+    dq_ring.advance();
   }
 
   // ---- Write dk and dv; keys beyond the length get zeros ----
@@ -961,8 +1036,7 @@ struct BackwardConsumer {
     }
     const uint32_t sDk = shared.sDk(kv_ring.stage, consumer, warp),
                    sDv = shared.sDv(kv_ring.stage, consumer, warp);
-    if (Config::kWithDq && ptx::elect_one()) ptx::tensor_store_wait_read();  // dq has left its buffer
-    __syncwarp();
+    if (Config::kWithDq && !Config::kDvInDs) dq_ring.wait_empty(dq_part());
     store_rows<Arithmetic, Config::kRowBytes>(dk, {arguments.logit.scale, arguments.logit.scale}, sDk,
                                               Config::kOutPitch);
     const float kept_factor = Config::kPolicy.others ? arguments.pairs.kept_factor : 1;
@@ -1040,10 +1114,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.kv_ring().init(1, (Config::kWithDq ? 1 : 4) * Config::kConsumers);
     ptx::barrier_init(shared.tail(0), 1);
     ptx::barrier_init(shared.tail(1), 1);
-    shared.items().init(2 + 4 * Config::kConsumers);
+    if (Config::kWithDq) shared.dq_ring().init(Config::kConsumerWarps / Config::kDqParts, 1);
+    shared.items().init((Config::kWithDq ? 3 : 2) + Config::kConsumerWarps);
     ptx::barrier_init_fence();
   }
   __syncthreads();
+  ptx::wait_for_grid_before();
 
   auto for_each = [&]<bool kDraws = false>(auto f, std::bool_constant<kDraws> = {}) {
     for_each_tile<Config, kDraws>(arguments.schedule, arguments.params, shared.items(), f);
@@ -1060,6 +1136,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       for_each([&](const auto& work) { loader.template load_rows</*kIsQueries=*/false>(work); });
     } else if (warp == 2) {
       for_each([&](const auto& work) { loader.load_stats(work); });
+    } else if (Config::kWithDq) {
+      for_each([&](const auto& work) { loader.add_dq(work); });
     }
   } else {
     ptx::acquire_registers<Config::kConsumerRegisters>();
@@ -1108,8 +1186,15 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
   if (const Status status = launch_lists(params, Config::Queries::shape(), context); status.failed()) {
     return status;
   }
-  return launch(backward_kernel<Config>, arguments.schedule.num_blocks, Config::kThreads,
-                Config::kSharedBytes, context, arguments);
+  const Status status = launch_early(backward_kernel<Config>, arguments.schedule.num_blocks, Config::kThreads,
+                                     Config::kSharedBytes, context, arguments);
+  if (status.failed() || !Config::kWithDq) return status;
+  if constexpr (Config::kPlanes) {
+    return launch_convert_fragments<float>(arguments.dq_accum, 1, params.dq, DqOfPlanes{params}, context);
+  } else {
+    const UniformFactor scale{arguments.logit.scale};
+    return launch_convert_fragments<Element>(arguments.dq_accum, 1, params.dq, scale, context);
+  }
 }
 
 // Of backward_dq.cuh, compiled in units of its own.
@@ -1131,17 +1216,16 @@ Status backward(const BackwardParams& params, const LaunchContext& context) {
                : launch_backward<BackwardConfig<Arithmetic, kHeadDim, kNoPairs, kWithDq>>(params, context);
   };
   const bool with_dq = !backward_is_split(kHeadDim) && !params.leaves_dq;
-  const Fragments dq = dq_sums(params);
+  const int64_t dq_size = with_dq ? dq_sums(params).size() : 0;
   Status status;
   if constexpr (kPlanes) {
+    if (with_dq) status = cudaMemsetAsync(params.dq_accum, 0, sizeof(float) * dq_size, context.stream);
+    if (status.failed()) return status;
     status = launch_planes(params, params.dout, context);
     if (status.failed()) return status;
     status = launch_plane_rows(params, context);
-    if (status.failed()) return status;
-    if (with_dq) status = cudaMemsetAsync(params.dq_accum, 0, sizeof(float) * dq.size(), context.stream);
   } else {
-    status =
-        launch_delta<Element>(params, with_dq ? params.dq_accum : nullptr, with_dq ? dq.size() : 0, context);
+    status = launch_delta<Element>(params, with_dq ? params.dq_accum : nullptr, dq_size, context);
   }
   if (status.failed()) return status;
   if constexpr (!backward_is_split(kHeadDim)) {
@@ -1150,25 +1234,14 @@ Status backward(const BackwardParams& params, const LaunchContext& context) {
   if (!with_dq) status = launch_form.template operator()<false>();
   if (status.failed()) return status;
 
-  const UniformFactor scale{static_cast<float>(params.options.scale)};
   if (params.dk_parts) {
     const int parts = static_cast<int>(params.num_head_parts / params.num_kv_heads);
-    const UniformFactor dk_factor{kPlanes ? 1 : scale.value};
+    const UniformFactor dk_factor{kPlanes ? 1 : static_cast<float>(params.options.scale)};
     const UniformFactor dv_factor{kPlanes ? 1 : PairOptions(params).kept_factor};
     status = launch_convert_fragments<Element>(dk_parts(params), parts, params.dk, dk_factor, context);
     if (status.failed()) return status;
     status = launch_convert_fragments<Element>(dv_parts(params), parts, params.dv, dv_factor, context);
     if (status.failed()) return status;
-  }
-  if (with_dq) {
-    const auto dq_factor = [&] {
-      if constexpr (kPlanes) {
-        return DqOfPlanes{params};
-      } else {
-        return scale;
-      }
-    }();
-    return launch_convert_fragments<Element>(dq, 1, params.dq, dq_factor, context);
   }
   if constexpr (backward_is_split(kHeadDim)) {
     if (!params.leaves_dq) return backward_dq<Arithmetic, kHeadDim>(params, context);

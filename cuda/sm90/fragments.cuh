@@ -12,6 +12,7 @@
 #include "launch.h"
 #include "params.h"
 #include "planes.cuh"
+#include "ptx/grid.h"
 
 namespace jax_flash::cuda::sm90 {
 
@@ -44,11 +45,6 @@ struct Fragments {
     return tiles + (((int64_t{batch} * num_heads + head) * row_tiles + row / kTileRows) * column_tiles +
                     column / kTileColumns) *
                        (kTileBytes / 4);
-  }
-
-  // From row 0 of a head to this row, in floats.
-  __device__ int64_t row_offset(int row) const {
-    return int64_t{row / kTileRows} * column_tiles * (kTileBytes / 4);
   }
 };
 
@@ -89,6 +85,7 @@ __global__ void __launch_bounds__(256)
   if (batch_and_head >= int64_t{sums.batch} * num_heads) return;
   const int tiles = min(4, sums.column_tiles - 4 * group), lane = lane_id(), place = lane % 4;
 
+  ptx::wait_for_grid_before();
   float4 values[4] = {};
 #pragma unroll 1
   for (int part = 0; part < parts; ++part) {
@@ -141,8 +138,8 @@ Status launch_convert_fragments(const Fragments& sums, int parts, void* gradient
                                 const LaunchContext& context) {
   const int64_t warps =
       int64_t{sums.batch} * (sums.num_heads / parts) * sums.row_tiles * ceil_div(sums.column_tiles, 4);
-  return launch(convert_fragments_kernel<Element, Factor>, ceil_div(warps, 8), 256, 0, context, sums, parts,
-                static_cast<Element*>(gradient), factor);
+  return launch_early(convert_fragments_kernel<Element, Factor>, ceil_div(warps, 8), 256, 0, context, sums,
+                      parts, static_cast<Element*>(gradient), factor);
 }
 
 }  // namespace jax_flash::cuda::sm90

@@ -32,7 +32,8 @@ struct NamedBarrier {
 };
 
 struct Stores {
-  std::vector<std::function<void()>> uncommitted, committed;
+  std::vector<std::function<void()>> uncommitted;
+  std::deque<std::vector<std::function<void()>>> committed;  // groups
 };
 
 // The products of a warpgroup. Those of a group end for all of its threads at once, when all have issued
@@ -318,14 +319,16 @@ void add_floats(float* global, uint32_t shared, uint32_t bytes) {
 
 void commit_stores() {
   Stores& stores = block.stores[threadIdx.x];
-  for (auto& store : stores.uncommitted) stores.committed.push_back(std::move(store));
+  stores.committed.push_back(std::move(stores.uncommitted));
   stores.uncommitted.clear();
 }
 
-void wait_for_stores() {
-  auto& stores = block.stores[threadIdx.x].committed;
-  for (const auto& store : stores) store();
-  stores.clear();
+void wait_for_stores(int pending_groups) {
+  auto& groups = block.stores[threadIdx.x].committed;
+  while (static_cast<int>(groups.size()) > pending_groups) {
+    for (const auto& store : groups.front()) store();
+    groups.pop_front();
+  }
 }
 
 void multiply(const Product& product) { open_group(my_warpgroup()).push_back(product); }

@@ -24,7 +24,7 @@ void store_box(const CUtensorMap& map, uint32_t shared, Element first);
 void load_bytes(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier);
 void add_floats(float* global, uint32_t shared, uint32_t bytes);
 void commit_stores();
-void wait_for_stores();  // until they have read shared memory
+void wait_for_stores(int pending_groups);  // until all but the last groups have read shared memory
 
 // d [64, n] = or += a [64, 16] b [16, n], as a lane sees it: d is [n / 8, 4].
 struct Product {

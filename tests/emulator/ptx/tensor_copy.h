@@ -23,7 +23,10 @@ inline void bulk_reduce_add(float* global, uint32_t shared, uint32_t bytes) {
   emulator::add_floats(global, shared, bytes);
 }
 inline void tensor_store_commit() { emulator::commit_stores(); }
-inline void tensor_store_wait_read() { emulator::wait_for_stores(); }
+template <int kPending = 0>
+inline void tensor_store_wait_read() {
+  emulator::wait_for_stores(kPending);
+}
 inline void async_proxy_fence() {}
 
 }  // namespace jax_flash::cuda::ptx
