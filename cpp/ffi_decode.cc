@@ -328,7 +328,8 @@ ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi
   params->visible = VisibilityOf(workspace, params->mask);
   params->delta = workspace.delta.data;
   params->lse_log2 = workspace.lse_log2.data;
-  params->leaves_dq = params->options.deterministic || workspace.leaves_dq;
+  const bool is_16_bit = dtype == ffi::F16 || dtype == ffi::BF16;
+  params->leaves_dq = workspace.leaves_dq || (params->options.deterministic && !is_16_bit);
   params->dq_accum = params->planes        ? workspace.plane_dq.data
                      : workspace.leaves_dq ? nullptr
                                            : workspace.dq_accum.data;

@@ -200,8 +200,8 @@ struct BackwardParams : AttentionParams {
   float* dv_parts;
   int64_t num_head_parts;  // of a batch element: a multiple of K that divides N; K where there are no parts
 
-  // Whether a separate kernel computes dq, which needs no sums in memory: if deterministic, or if the caller
-  // gave no room for the sums.
+  // Whether a separate kernel computes dq, which needs no sums in memory: if the caller gave no room for the
+  // sums, and in float32 if deterministic.
   bool leaves_dq;
 };
 

@@ -41,14 +41,16 @@ inline constexpr int kDeltaThreads = 256, kDeltaRows = 64;  // of a block
 static_assert(kStatsRows % kDeltaRows == 0);
 
 // delta [B, N, length] = rowsum(dout * out) - dlse and lse_log2 [B, N, length] = lse * log2(e), kDeltaRows
-// rows of a head per block. Also clears the counter of tiles and `count` floats at `to_clear`, which is
-// aligned to 16 bytes: `share` of them, a multiple of 4, per block. A row whose lse is -inf, or one beyond
-// the end, gets delta = 0 and lse_log2 = +inf: its probabilities become 0.
+// rows of a head per block. Also clears the counter of tiles, unless it is null `turns` [B, N, ceil(T /
+// kDeltaRows)], and `count` floats at `to_clear`, which is aligned to 16 bytes: `share` of them, a multiple
+// of 4, per block. A row whose lse is -inf, or one beyond the end, gets delta = 0 and lse_log2 = +inf: its
+// probabilities become 0.
 //
 // kLanes lanes share a row, which is a whole number of vectors of kBytes.
 template <class Element, int kLanes, int kBytes>
-__global__ void __launch_bounds__(kDeltaThreads) delta_kernel(const __grid_constant__ BackwardParams params,
-                                                              float* to_clear, int64_t share, int64_t count) {
+__global__ void __launch_bounds__(kDeltaThreads)
+    delta_kernel(const __grid_constant__ BackwardParams params, int32_t* turns, float* to_clear,
+                 int64_t share, int64_t count) {
   using V = Vector<Element, kBytes>;
   constexpr int kGroups = kDeltaThreads / kLanes, kRowsOfGroup = kDeltaRows / kGroups;
   constexpr int kInFlight = 2;  // rows that a lane begins to read before it uses one
@@ -63,6 +65,10 @@ __global__ void __launch_bounds__(kDeltaThreads) delta_kernel(const __grid_const
   const int row0 = (static_cast<int>(rows) - batch * (length / kDeltaRows)) * kDeltaRows;
 
   if (index == 0 && threadIdx.x == 0 && params.tile_counter) *params.tile_counter = 0;
+  if (turns && threadIdx.x == 0 && row0 < params.seqlen_q) {
+    const int64_t blocks = ceil_div(params.seqlen_q, kDeltaRows);
+    turns[(int64_t{batch} * num_heads + head) * blocks + row0 / kDeltaRows] = 0;
+  }
   const int64_t end = min((index + int64_t{1}) * share, count);
   for (int64_t i = index * share + 4 * threadIdx.x; i < end; i += 4 * kDeltaThreads) {
     if (i + 4 <= end) {
@@ -118,15 +124,16 @@ __global__ void __launch_bounds__(kDeltaThreads) delta_kernel(const __grid_const
   }
 }
 
-// Runs before the backward kernels. Clears `count` floats at `to_clear`, where dq is to be summed.
+// Runs before the backward kernels. Clears `count` floats at `to_clear`, where dq is to be summed, and
+// `turns`.
 template <class Element>
 Status launch_delta(const BackwardParams& params, float* to_clear, int64_t count,
-                    const LaunchContext& context) {
+                    const LaunchContext& context, int32_t* turns = nullptr) {
   const int64_t blocks = params.batch * params.num_heads * (stats_length(params.seqlen_q) / kDeltaRows);
   const int64_t share = ceil_div(ceil_div(count, std::max<int64_t>(blocks, 1)), 4) * 4;
   auto launch_form = [&]<int kLanes, int kBytes>() {
-    return launch(delta_kernel<Element, kLanes, kBytes>, blocks, kDeltaThreads, 0, context, params, to_clear,
-                  share, count);
+    return launch(delta_kernel<Element, kLanes, kBytes>, blocks, kDeltaThreads, 0, context, params, turns,
+                  to_clear, share, count);
   };
   const int64_t row_bytes = params.head_dim_v * sizeof(Element);
   if (row_bytes % 16 == 0) {

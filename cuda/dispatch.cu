@@ -144,6 +144,12 @@ Status try_backward(const BackwardParams& params, const Context& context) {
   return try_kernels(Direction::backward_dq, params, context);
 }
 
+Status try_hopper(Direction direction, const BackwardParams& params, Context context) {
+  if (context.only_arch == "sm80") return Status::not_served();
+  context.only_arch = "sm90";
+  return try_kernels(direction, params, context);
+}
+
 // Runs Hopper's kernels on the planes of float32, then the portable ones, which compute the key heads that
 // planes do not hold.
 template <class Params>
@@ -258,7 +264,13 @@ std::string run_backward(const BackwardParams& params, cudaStream_t stream, int 
   }
   if (const Status status = try_planes(params, context, try_backward); status.is_served())
     return describe(status.error());
-  const BackwardParams own = without_planes(params);
+  BackwardParams own = without_planes(params);
+  if (own.options.deterministic && !own.leaves_dq) {
+    // Only Hopper's kernel sums dq in memory in a fixed order, and not with any options.
+    const Status status = try_hopper(Direction::backward, own, context);
+    if (status.is_served()) return describe(status.error());
+    own.leaves_dq = true;
+  }
   if (std::string message = run_kernel(Direction::backward, own, context); !message.empty()) return message;
   return own.leaves_dq ? run_kernel(Direction::backward_dq, own, context) : "";
 }

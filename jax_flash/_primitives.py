@@ -561,7 +561,14 @@ def _workspace_avals(call: _Pass, avals, *, operands: tuple[str, ...], options: 
             S_mask=mask_shape[3],
             num_planes=num_planes,
             num_key_parts=lambda: _num_key_parts(q, k, v, operands, options),
-            sums_dq=lambda: _sums_dq(q, k, v, num_head_parts()),
+            sums_dq=lambda: _sums_dq(
+                q,
+                k,
+                v,
+                num_head_parts=num_head_parts(),
+                is_deterministic=options.deterministic,
+                hides_pairs=not named.keys().isdisjoint(("mask", "query_segment_ids")),
+            ),
             num_head_parts=num_head_parts,
         )
     )
@@ -634,12 +641,15 @@ def _is_decoding(q, k, v) -> bool:
     return head_dim > 0 and is_short and seqlen_q * (num_heads // num_kv_heads) <= most_rows
 
 
-def _sums_dq(q, k, v, num_head_parts: int) -> bool:
+def _sums_dq(
+    q, k, v, *, num_head_parts: int, is_deterministic: bool = False, hides_pairs: bool = False
+) -> bool:
     """Whether the backward kernel sums 16-bit dq in memory.
 
     The kernel for short sequences, which does not divide query heads into parts, has no need to. Hopper's kernels above
-    head dim 128 leave dq to another kernel, which is faster. Where the program runs on other GPUs than it was lowered
-    for, their kernels do so too without that memory, at some cost in speed.
+    head dim 128 leave dq to another kernel, which is faster. Only Hopper's kernels sum in a fixed order, unless a mask
+    or segments hide pairs; above head dim 64 that is slower than another kernel. Where the program runs on other GPUs
+    than it was lowered for, their kernels leave dq to another one without that memory, at some cost in speed.
     """
     longest = _library.constants()["kShortLength"]
     is_short = all(isinstance(x.shape[-3], int) and x.shape[-3] <= longest for x in (q, k))
@@ -650,7 +660,9 @@ def _sums_dq(q, k, v, num_head_parts: int) -> bool:
     ):
         return False
     head_dim = _hopper_head_dim("backward", q, v)
-    return not head_dim or head_dim <= 128
+    if is_deterministic:
+        return 0 < head_dim <= 64 and not hides_pairs
+    return head_dim <= 128
 
 
 def _num_head_parts(q, k, v, is_causal: bool) -> int:

@@ -662,8 +662,8 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          "test_handlers.py::test_alignment_workspace_and_exceptions"),
     ],
     "cpp/workspace.def": [
-        ("a deterministic call gets sums of dq",
-         "is_backward and is_16_bit and not is_deterministic,", "is_backward and is_16_bit,",
+        ("a float32 call gets the sums of a 16-bit dq",
+         "is_backward and is_16_bit,", "is_backward,",
          "test_handlers.py::test_alignment_workspace_and_exceptions"),
     ],
     "cpp/cpu_parallel.h": [

@@ -57,6 +57,18 @@ def test_parts_of_the_query_heads_are_as_close(case, part_heads, deterministic, 
 
 
 DETERMINISTIC = ["causal blocks", "groups of 8", "lengths", "everything", "bias", "tiles, mask", "dropout"]
+DETERMINISTIC += [
+    "tiles, window",
+    "tiles, lengths",
+    "causal, negative offset",
+    "window of one",
+    "lengths beyond both",
+]
+DETERMINISTIC += [
+    "window with no limit on the left",
+    "window with no limit on the right",
+    "head dim 72, window",
+]
 
 
 @pytest.mark.parametrize(

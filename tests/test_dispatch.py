@@ -84,6 +84,27 @@ def test_room_for_sums_of_dq(capabilities, head_dim, head_dim_v, dtype, sums, mo
 
 
 @pytest.mark.parametrize(
+    ("capability", "head_dim", "hides_pairs", "sums"),
+    [
+        ("9.0", 64, False, True),
+        ("9.0", 24, False, True),
+        ("9.0", 64, True, False),
+        ("9.0", 72, False, False),
+        ("9.0", 20, False, False),
+        ("8.0", 64, False, False),
+    ],
+)
+def test_room_for_ordered_sums_of_dq(capability, head_dim, hides_pairs, sums, monkeypatch):
+    """There is some only where Hopper's kernels are certain to add in an order, and are faster for it."""
+    set_local_gpus(monkeypatch, capability)
+    kernels = [f"backward sm90 bfloat16 {size}" for size in (32, 64, 96)]
+    monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
+    q = jax.core.ShapedArray((2, 100, 4, head_dim), jnp.bfloat16)
+    got = _primitives._sums_dq(q, q, q, num_head_parts=0, is_deterministic=True, hides_pairs=hides_pairs)
+    assert got == sums
+
+
+@pytest.mark.parametrize(
     ("lengths", "head_dims", "dtype", "sums"),
     [
         ((64, 64), (64, 64), "bfloat16", False),

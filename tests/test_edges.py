@@ -436,6 +436,8 @@ REPEATED = [
     (200, 700, 12, 3, 40, 64, dict(local_window_size=(100, 30), logits_soft_cap=5.0)),
     (300, 300, 16, 4, 128, 128, dict(is_causal=True)),
     (1024, 1024, 8, 8, 128, 128, dict()),
+    (2048, 2048, 8, 8, 128, 128, dict(is_causal=True)),
+    (2048, 2048, 8, 8, 64, 64, dict(local_window_size=(900, None))),
     (333, 500, 4, 1, 96, 80, dict(is_causal=True, query_offset=167)),
     (300, 300, 8, 2, 256, 256, dict(is_causal=True)),
     (130, 400, 16, 16, 192, 128, dict()),

@@ -25,14 +25,24 @@ __device__ __forceinline__ void wait_for_grid_before() {
 // Does a block that waits leave others room to run?
 inline constexpr bool kBlocksRunSideBySide = true;
 
-// Counts this block at `arrived`, and waits until `count` blocks have come. What its threads had written
-// before a barrier is then seen by the other blocks.
-__device__ __forceinline__ void arrive_and_wait(int32_t* arrived, int32_t count) {
+// Adds 1 to `arrived`. What this thread has written, and others before a barrier, is then seen by threads
+// that have waited for it.
+__device__ __forceinline__ void arrive(int32_t* arrived) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(arrived) : "memory");
+}
+
+// Waits until `count` have arrived.
+__device__ __forceinline__ void wait_for_arrivals(const int32_t* arrived, int32_t count) {
   int32_t value;
   do {
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(arrived) : "memory");
   } while (value < count);
+}
+
+// Counts this block at `arrived`, and waits until `count` blocks have come.
+__device__ __forceinline__ void arrive_and_wait(int32_t* arrived, int32_t count) {
+  arrive(arrived);
+  wait_for_arrivals(arrived, count);
 }
 
 }  // namespace jax_flash::cuda::ptx

@@ -60,6 +60,17 @@ __device__ __forceinline__ void tensor_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
+// Waits until they, and all reductions, are done.
+__device__ __forceinline__ void tensor_store_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// Orders accesses to global memory by this thread, and those that it has waited for, between the copy
+// engine's and ordinary ones.
+__device__ __forceinline__ void global_proxy_fence() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // Orders this thread's ordinary accesses to shared memory before later ones by the copy engine and wgmma.
 __device__ __forceinline__ void async_proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -23,7 +23,7 @@
 //   warp 0      draws the next item; loads k, then q
 //   warp 1      loads v, then dout
 //   warp 2      loads lse and delta
-//   warp 3      adds dq to dq_accum, 64 rows at once
+//   warp 3      with dq: adds it to dq_accum, 64 rows at once
 //   warps 4...  two consumers
 //
 // Timeline of one consumer, with dq: the last blocks of queries 1 and 2 of a tile t, and the first block 0 of
@@ -59,8 +59,8 @@
 //                each consumer warp                                          dk and dv have left from their
 //                                                                            place
 //   dq full, of  4 or 8: a lane of each warp    block of         warp 3      dq in shared memory, until the
-//   64 rows      that writes them               queries                      copy engine has read it
-//   dq empty,    1: warp 3                      block of         those       the same
+//   64 rows      that writes them               queries                      copy engine has read it and
+//   dq empty,    1: warp 3                      block of         those       dv may leave from its place
 //   likewise                                    queries          warps
 //   tail         1: warp 0 or 1, with TMA       block with rows  that warp   rows that it then fills with
 //                                               that do not                  zeros, before it arrives at
@@ -74,9 +74,9 @@
 //                                               for kByKeys                  a tile's end, what dk and dv
 //                                               without dq;                  overwrite
 //                                               tile
-//   bar 2        256: both consumers            tile, with dq    both        what leaves from the place of
-//                                                                            ds, until the next tile's first
-//                                                                            ds is written
+//   bar 2        256: both consumers            tile, with dq    both        dk and dv, which leave from the
+//                                                                            places of ds and dq, until the
+//                                                                            next tile writes there
 #pragma once
 
 #include <cuda.h>
@@ -132,6 +132,7 @@ struct BackwardSchedule {
   int* counter;       // of items handed out; null: there are as many blocks as items
   int num_blocks;     // the grid
   int section_parts;  // of one section but the last; 1: a part after the other
+  bool is_ordered;    // a part's tiles are taken from the last keys to the first
 
   BackwardSchedule(const BackwardParams& params, int block_n, int multiprocessors)
       : n_blocks(static_cast<int>(ceil_div(params.seqlen_kv, block_n))),
@@ -155,6 +156,16 @@ struct BackwardSchedule {
     const int64_t head_bytes = params.seqlen_q * (6 * params.head_dim + 2 * params.head_dim_v);
     const int64_t fitting = has_many ? kSectionBytes / std::max<int64_t>(head_bytes, 1) : parts;
     section_parts = static_cast<int>(is_triangle(params) && !by_pairs ? std::max<int64_t>(fitting, 1) : 1);
+    // In the order in which blocks of keys add to dq, from a counter: a tile that waited for one that has not
+    // begun might wait forever. When causal, the last keys come first to each block of queries, too.
+    is_ordered = params.options.deterministic && !params.leaves_dq;
+    if (is_ordered) {
+      items = n_blocks;
+      num_items = static_cast<int>(n_blocks * parts);
+      counter = params.tile_counter;
+      num_blocks = std::min(num_items, multiprocessors);
+      section_parts = 1;
+    }
   }
 };
 
@@ -165,6 +176,9 @@ struct BackwardArguments {
   BackwardParams params;
   BackwardSchedule schedule;
   Fragments dq_accum, dk_parts, dv_parts;
+  // How many blocks of keys have added to each 64 rows of dq [B, N, ceil(T / 64)], if they add in an order.
+  // dq itself, which is written last, has room for it.
+  int32_t* turns;
   LogitScale logit;
   PairOptions pairs;
   int part_heads;  // query heads of a part
@@ -336,9 +350,10 @@ struct BackwardTileWork {
       : n_start(n_start), part(part), batch(batch), mask(params, batch) {
     const int num_parts = static_cast<int>(params.num_head_parts);
     const int n_last = min(n_start + Config::kBlockN, mask.kv_length) - 1;
+    const int first_query = mask.first_query(n_start);
     const int last_query = n_last < n_start ? -1 : mask.last_query(n_last);
-    m_begin = mask.first_query(n_start) / Config::kBlockM * Config::kBlockM;
-    m_blocks = last_query < m_begin ? 0 : (last_query - m_begin) / Config::kBlockM + 1;
+    m_begin = first_query / Config::kBlockM * Config::kBlockM;
+    m_blocks = last_query < first_query ? 0 : (last_query - m_begin) / Config::kBlockM + 1;
     const int part_heads = static_cast<int>(params.num_heads) / num_parts;
     all_blocks = m_blocks * part_heads;
     if constexpr (Config::Queries::kMayBeListed) {
@@ -373,8 +388,10 @@ __device__ __forceinline__ void for_each_tile(const BackwardSchedule& schedule, 
               in_section = index - section * section_items;
     const int first_part = section * schedule.section_parts;
     const int parts = min(schedule.section_parts, schedule.num_items / schedule.items - first_part);
-    const int first = static_cast<unsigned>(in_section) / parts, last = schedule.n_blocks - 1 - first;
-    const int part_of_all = first_part + in_section - first * parts;
+    const int place = static_cast<unsigned>(in_section) / parts;
+    const int first = schedule.is_ordered ? schedule.n_blocks - 1 - place : place;
+    const int last = schedule.n_blocks - 1 - first;
+    const int part_of_all = first_part + in_section - place * parts;
     const int batch = static_cast<unsigned>(part_of_all) / schedule.num_parts;
     const int part = part_of_all - batch * schedule.num_parts;
     const bool is_pair = schedule.items < schedule.n_blocks && first < last;
@@ -528,6 +545,11 @@ struct BackwardLoader {
 #pragma unroll 1
         for (int block = 0; block < queries.count; ++block) {
           const int start = queries.start(block);
+          int32_t* const turn = turn_of(work.batch, head, start);
+          if (turn) {
+            ptx::wait_for_arrivals(turn, tiles_before(work, start));
+            ptx::global_proxy_fence();
+          }
 #pragma unroll
           for (int part = 0; part < Config::kDqParts; ++part) {
             at.wait_full(part);
@@ -541,6 +563,11 @@ struct BackwardLoader {
           ptx::tensor_store_wait_read();
           at.release(Config::kDqParts - 1);
           at.advance();
+          if (turn) {
+            ptx::tensor_store_wait();
+            ptx::global_proxy_fence();
+            ptx::arrive(turn);
+          }
         }
       }
     }
@@ -549,6 +576,20 @@ struct BackwardLoader {
   }
 
  private:
+  // Null where additions have no order.
+  __device__ __forceinline__ int32_t* turn_of(int batch, int head, int start) const {
+    if (!arguments.turns) return nullptr;
+    const int blocks = ceil_div(static_cast<int>(arguments.params.seqlen_q), kDeltaRows);
+    const int64_t row = int64_t{batch} * arguments.params.num_heads + head;
+    return arguments.turns + row * blocks + start / kDeltaRows;
+  }
+
+  // The tiles of later keys that see a block of queries: they add to it before this one does.
+  __device__ __forceinline__ int tiles_before(const BackwardTileWork<Config>& work, int start) const {
+    const int last_row = min(start + Config::kBlockM, work.mask.q_length) - 1;
+    return (work.mask.last_key(last_row) - work.n_start) / Config::kBlockN;
+  }
+
   // Part `part` of the block of queries that begins at `start`.
   __device__ __forceinline__ void add_rows(int batch, int head, int start, int part) const {
     constexpr int kTileBytes = Fragments::kTileBytes,
@@ -736,7 +777,7 @@ struct BackwardConsumer {
     ds_stage ^= 1;
   }
 
-  // The last tile's dk, and dv, leave from the place of ds: both consumers' must have gone.
+  // The last tile's dk and dv leave from the places of ds and dq: both consumers' must have gone.
   __device__ __forceinline__ void make_room_for_ds() {
     if constexpr (kByKeys && Config::kWithDq && !Config::kPlanes) {
       if (is_first) {
@@ -1036,7 +1077,9 @@ struct BackwardConsumer {
     }
     const uint32_t sDk = shared.sDk(kv_ring.stage, consumer, warp),
                    sDv = shared.sDv(kv_ring.stage, consumer, warp);
+    if (Config::kWithDq && ptx::elect_one()) ptx::tensor_store_wait_read();  // the last tile's have left
     if (Config::kWithDq && !Config::kDvInDs) dq_ring.wait_empty(dq_part());
+    __syncwarp();
     store_rows<Arithmetic, Config::kRowBytes>(dk, {arguments.logit.scale, arguments.logit.scale}, sDk,
                                               Config::kOutPitch);
     const float kept_factor = Config::kPolicy.others ? arguments.pairs.kept_factor : 1;
@@ -1114,7 +1157,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.kv_ring().init(1, (Config::kWithDq ? 1 : 4) * Config::kConsumers);
     ptx::barrier_init(shared.tail(0), 1);
     ptx::barrier_init(shared.tail(1), 1);
-    if (Config::kWithDq) shared.dq_ring().init(Config::kConsumerWarps / Config::kDqParts, 1);
+    if constexpr (Config::kWithDq) shared.dq_ring().init(Config::kConsumerWarps / Config::kDqParts, 1);
     shared.items().init((Config::kWithDq ? 3 : 2) + Config::kConsumerWarps);
     ptx::barrier_init_fence();
   }
@@ -1136,8 +1179,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       for_each([&](const auto& work) { loader.template load_rows</*kIsQueries=*/false>(work); });
     } else if (warp == 2) {
       for_each([&](const auto& work) { loader.load_stats(work); });
-    } else if (Config::kWithDq) {
-      for_each([&](const auto& work) { loader.add_dq(work); });
+    } else {
+      if constexpr (Config::kWithDq) for_each([&](const auto& work) { loader.add_dq(work); });
     }
   } else {
     ptx::acquire_registers<Config::kConsumerRegisters>();
@@ -1149,6 +1192,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
 inline Fragments dq_sums(const BackwardParams& params) {
   return {params.dq_accum, params.batch, params.num_heads, params.seqlen_q, params.head_dim};
+}
+inline int32_t* turns(const BackwardParams& params) {
+  return params.options.deterministic && !params.leaves_dq ? static_cast<int32_t*>(params.dq) : nullptr;
 }
 inline Fragments dk_parts(const BackwardParams& params) {
   return {params.dk_parts, params.batch, params.num_head_parts, params.seqlen_kv, params.head_dim};
@@ -1167,6 +1213,7 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
                               .dq_accum = dq_sums(params),
                               .dk_parts = dk_parts(params),
                               .dv_parts = dv_parts(params),
+                              .turns = turns(params),
                               .logit = LogitScale(params),
                               .pairs = PairOptions(params),
                               .part_heads = static_cast<int>(params.num_heads / params.num_head_parts)};
@@ -1188,13 +1235,16 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
   }
   const Status status = launch_early(backward_kernel<Config>, arguments.schedule.num_blocks, Config::kThreads,
                                      Config::kSharedBytes, context, arguments);
-  if (status.failed() || !Config::kWithDq) return status;
-  if constexpr (Config::kPlanes) {
-    return launch_convert_fragments<float>(arguments.dq_accum, 1, params.dq, DqOfPlanes{params}, context);
-  } else {
-    const UniformFactor scale{arguments.logit.scale};
-    return launch_convert_fragments<Element>(arguments.dq_accum, 1, params.dq, scale, context);
+  if constexpr (Config::kWithDq) {
+    if (status.failed()) return status;
+    if constexpr (Config::kPlanes) {
+      return launch_convert_fragments<float>(arguments.dq_accum, 1, params.dq, DqOfPlanes{params}, context);
+    } else {
+      const UniformFactor scale{arguments.logit.scale};
+      return launch_convert_fragments<Element>(arguments.dq_accum, 1, params.dq, scale, context);
+    }
   }
+  return status;
 }
 
 // Of backward_dq.cuh, compiled in units of its own.
@@ -1209,6 +1259,8 @@ Status backward(const BackwardParams& params, const LaunchContext& context) {
   if (!is_served(params, context) || params.head_dim_v > backward_head_dim_v(kHeadDim))
     return Status::not_served();
   if (kPlanes && !params.planes) return Status::not_served();
+  // Lists do not say how many tiles add to a block of queries.
+  if (params.options.deterministic && !params.leaves_dq && params.hides_pairs()) return Status::not_served();
   auto launch_form = [&]<bool kWithDq>() {
     constexpr PairPolicy kGeneral = kHeadDim <= 128 ? kAnyPairs : kAnyPairsUnstaged;
     return is_general(params)
@@ -1225,7 +1277,8 @@ Status backward(const BackwardParams& params, const LaunchContext& context) {
     if (status.failed()) return status;
     status = launch_plane_rows(params, context);
   } else {
-    status = launch_delta<Element>(params, with_dq ? params.dq_accum : nullptr, dq_size, context);
+    status =
+        launch_delta<Element>(params, with_dq ? params.dq_accum : nullptr, dq_size, context, turns(params));
   }
   if (status.failed()) return status;
   if constexpr (!backward_is_split(kHeadDim)) {

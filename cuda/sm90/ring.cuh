@@ -1,4 +1,4 @@
-// A pipeline through shared memory: a ring of buffers that one warp fills and others empty.
+// A pipeline through shared memory: a ring of buffers that some warps fill and others empty.
 #pragma once
 
 #include <cstdint>
