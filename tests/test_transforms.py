@@ -918,36 +918,40 @@ def test_results_on_cuda_stand_behind_a_barrier():
     assert sorted(targets) == ["backward", "backward_bias", "forward"]
 
 
+def set_local_gpu(monkeypatch, capability: str, kind: str = "a GPU") -> None:
+    gpu = types.SimpleNamespace(device_kind=kind, compute_capability=capability)
+    monkeypatch.setattr(jax_flash._ffi, "local_gpus", lambda: [gpu])
+
+
 @BUILT_FOR_CUDA
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_workspace_of_gradients(deterministic):
+@pytest.mark.parametrize(
+    ("capability", "deterministic", "rows"),
+    [("9.0", False, 112), ("9.0", True, 112), ("8.0", False, 112), ("8.0", True, 0)],
+)
+def test_workspace_of_gradients(capability, deterministic, rows, monkeypatch):
     """In 16 bits: two floats a row, rounded up to 128 rows, and a float32 copy of dq, rounded up to 16, or none.
 
     With as many key heads as query heads, none of dk and dv.
     """
+    set_local_gpu(monkeypatch, capability)
     gradient = jax.grad(lambda *x: attention(*x, deterministic=deterministic).sum())
     x = jnp.zeros((2, 100, 4, 64), jnp.bfloat16)
     text = jax.jit(gradient).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = re.findall(r"custom_call @jax_flash_backward\(.*-> \((.*)\)", text)
-    dq = [] if deterministic else ["2x112x4x64xf32"]
     assert re.findall(r"tensor<([^>]*f32)>", call) == [
         "2x4x128xf32",
         "2x4x128xf32",
-        *dq,
+        f"2x{rows}x4x64xf32",
         *["2x0x112x64xf32"] * 2,
     ]
 
 
 @BUILT_FOR_CUDA
 def test_lowering_for_a_small_gpu_refuses_gradients_that_do_not_fit(monkeypatch):
-    def local_gpu(kind, capability):
-        gpu = types.SimpleNamespace(device_kind=kind, compute_capability=capability)
-        monkeypatch.setattr(jax_flash._ffi, "local_gpus", lambda: [gpu])
-
     gradient = jax.grad(lambda *x: attention(*x).sum())
-    local_gpu("a large GPU", "9.0")
+    set_local_gpu(monkeypatch, "9.0", "a large GPU")
     lower_for_cuda(gradient, 256)
-    local_gpu("a small GPU", "12.0")
+    set_local_gpu(monkeypatch, "12.0", "a small GPU")
     lower_for_cuda(attention, 256)
     lower_for_cuda(gradient, 128)
     lower_for_cuda(gradient, 256, jnp.bfloat16)
