@@ -32,6 +32,7 @@ from . import (
     _dropout,
     _ffi,
     _halo,
+    _head_exchange,
     _library,
     _partitioning,
     _sharding,
@@ -385,7 +386,9 @@ def _partitioned(
         ]
 
     is_aligned = seqlen_q == seqlen_kv and "query_offset" not in arrays  # query i is where key i is
+    is_uneven = options.reach != (-1, -1) or "query_segment_ids" in arrays  # do some rows see fewer keys?
     arg_factors = {name: factors(name, x.shape) for name, x in arrays.items()}
+    has_pair_rows = any(name in _BROADCASTABLE and "t" in own for name, own in arg_factors.items())
     result_factors = {name: factors(name, shape) for name, shape in result_shapes.items()}
     by_query_heads = {name: ["n" if x == "k" else x for x in own] for name, own in result_factors.items()}
 
@@ -405,44 +408,59 @@ def _partitioned(
             }
             mesh_axes |= dict.fromkeys(summed_over | {"t"})
             rows, heads = mesh_axes["t"], mesh_axes["n"]
-        halo = None
-        if rows and is_aligned:
-            of_keys = [
-                _divisible_spec(mesh, x)[-3]
-                for name, x in zip(arrays, arg_infos, strict=True)
-                if _has_keys(name)
-            ]
-            if all(_sharding.as_tuple(axes) == _sharding.as_tuple(rows) for axes in of_keys):
-                halo = _halo.of(rows, mesh, seqlen_q, options)
-
-        def sharding(names: list[str], keys: tuple = ()) -> NamedSharding:
-            axes = mesh_axes | {"k": heads, "s": keys or None}
-            return NamedSharding(mesh, PartitionSpec(*map(axes.get, names)))
+        halo = exchange = None
+        of_keys = [
+            _divisible_spec(mesh, x)[-3] for name, x in zip(arrays, arg_infos, strict=True) if _has_keys(name)
+        ]
+        if rows and of_keys and all(_sharding.as_tuple(axes) == _sharding.as_tuple(rows) for axes in of_keys):
+            halo = _halo.of(rows, mesh, seqlen_q, options) if is_aligned else None
+            if not halo and not has_pair_rows:
+                parts = _sharding.num_parts(mesh, heads)
+                exchange = _head_exchange.of(rows, mesh, num_heads // parts, num_kv_heads // parts, is_uneven)
+        # The device has the keys beside its queries before the call, and their gradients after it.
+        has_own_keys = bool(halo or exchange)
 
         # A result that lacks an axis is a sum over it, of which each device has a part. Over query heads that share a
         # key head the kernel sums. A sum may be scattered along the keys.
         summed, scattered = {}, {}
         for (name, own), info in zip(by_query_heads.items(), result_infos, strict=True):
-            missing = [axes for factor, axes in mesh_axes.items() if axes and factor not in own]
-            summed[name] = [axis for axes in missing for axis in _sharding.as_tuple(axes)]
-            keys = dict(zip(own, _divisible_spec(mesh, info), strict=True)).get("s") or ()
-            if halo and _has_keys(name):
-                keys = rows
-            scattered[name] = (
-                _sharding.as_tuple(keys) if {*_sharding.as_tuple(keys)} <= {*summed[name]} else ()
-            )
-        result_shardings = {name: sharding(own, scattered[name]) for name, own in result_factors.items()}
+            missing = {factor: axes for factor, axes in mesh_axes.items() if axes and factor not in own}
+            if exchange:
+                missing.pop("t", None)  # a device has all rows
+            summed[name] = [axis for axes in missing.values() for axis in _sharding.as_tuple(axes)]
+            keys = _sharding.as_tuple(dict(zip(own, _divisible_spec(mesh, info), strict=True)).get("s") or ())
+            are_parts = {*keys} <= {*summed[name]} and not (has_own_keys and _has_keys(name))
+            scattered[name] = keys if are_parts else ()
+
+        def sharding(name: str, own: list[str]) -> NamedSharding:
+            keys = rows if has_own_keys and _has_keys(name) else scattered.get(name) or None
+            return NamedSharding(mesh, PartitionSpec(*map((mesh_axes | {"k": heads, "s": keys}).get, own)))
+
+        arg_shardings, result_shardings = (
+            {name: sharding(name, own) for name, own in group.items()}
+            for group in (arg_factors, result_factors)
+        )
 
         def call_and_sum(*args: jax.Array) -> list[jax.Array]:
             part = dict(zip(arrays, args, strict=True))
             with _no_mesh():
-                if rows:
+                if exchange:
+                    part = {
+                        name: exchange.to_heads(x, arg_factors[name], _rows(name)) for name, x in part.items()
+                    }
+                elif rows:
                     row = jax.lax.axis_index(rows) * num_rows
                     needs_offset = _subsequence.needs_offset(part, options)
                     part = _subsequence.at(part, row, 0, with_offset=needs_offset)
                 if halo:
                     part |= {name: halo.gather(x) for name, x in part.items() if _has_keys(name)}
-                return [sum_of_parts(*x) for x in zip(call.results, local_call(part), strict=True)]
+                results = dict(zip(call.results, local_call(part), strict=True))
+                if exchange:
+                    results = {
+                        name: exchange.to_rows(x, result_factors[name], _rows(name))
+                        for name, x in results.items()
+                    }
+                return [sum_of_parts(name, x) for name, x in results.items()]
 
         def sum_of_parts(name: str, x: jax.Array) -> jax.Array:
             if not summed[name]:
@@ -457,10 +475,7 @@ def _partitioned(
             shape = result_shardings[name].shard_shape(result_shapes[name])
             return jnp.pad(x, [(0, whole - own) for whole, own in zip(shape, x.shape, strict=True)])
 
-        arg_shardings = tuple(
-            sharding(own, rows if halo and _has_keys(name) else ()) for name, own in arg_factors.items()
-        )
-        return whole_mesh or mesh, call_and_sum, [*result_shardings.values()], arg_shardings
+        return whole_mesh or mesh, call_and_sum, [*result_shardings.values()], tuple(arg_shardings.values())
 
     rule = [[*group.values()] for group in (arg_factors, result_factors)]
     in_order = dict.fromkeys(factor for group in rule for axes in group for factor in axes)
@@ -476,6 +491,11 @@ def _partitioned(
 def _has_keys(name: str) -> bool:
     """Whether the array has rows for keys, like k, v and their derivatives."""
     return AXES[name].startswith("sk")
+
+
+def _rows(name: str) -> str:
+    """The axis along which an array is sharded with the sequence, if it has that axis."""
+    return "s" if _has_keys(name) else "t"
 
 
 def _sum_over_devices(x: jax.Array, axes: list, scattered: tuple, axis: int | None) -> jax.Array:

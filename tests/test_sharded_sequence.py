@@ -61,7 +61,7 @@ def test_every_option(case, number, spec_kv, kind, platform):
 
 # ---- What moves -------------------------------------------------------------------------------------------------
 
-# No other axis is as long as that of the queries or as a shard of it.
+# No other axis is as long as that of the queries or as a shard of it. The heads do not divide over the devices.
 B, T, S, N, K, H, HV = 2, 64, 80, 6, 3, 8, 24
 NUMBER = 4
 
@@ -253,6 +253,111 @@ def test_no_queries_move_beside_pages():
         np.testing.assert_array_equal(x, y)
         assert x.sharding.is_equivalent_to(NamedSharding(placed.sharding.mesh, P(*ROWS[: x.ndim])), x.ndim)
     assert_no_queries_move(collectives(f.lower(placed, *pages, **options).compile().as_text()))
+
+
+# ---- Divided by heads -------------------------------------------------------------------------------------------
+
+# The heads of queries and of keys.
+HEADS = {"two each": (8, 8), "one": (8, 4), "one for two devices": (8, 2), "one for all": (4, 1)}
+HEAD_OPTIONS = {
+    "": OPTIONS[""],
+    "window, offsets": OPTIONS["window, offsets"],
+    "lengths, segments": (OPTIONS["lengths"][0] | OPTIONS["segments"][0], {}),
+    "mask B11S, bias N1S": (OPTIONS["mask B11S"][0], dict(bias=random(8, 1, S, seed=5))),
+    "bias B111": ({}, dict(bias=random(B, 1, 1, 1, seed=5))),
+    "alibi, sinks, scale": (
+        {},
+        dict(bias=jax_flash.Alibi(np.abs(random(8, seed=5))), sinks=random(8, seed=6), scale=np.float32(0.3)),
+    ),
+    "dropout": OPTIONS["dropout"],
+}
+
+
+def kinds_of_wide(moved: list[tuple[str, tuple[int, ...]]]) -> set[str]:
+    """How queries, keys and arrays like them move."""
+    return {kind for kind, shape in moved if len(shape) >= 4 and shape[-1] in (H, HV)}
+
+
+def of_heads(num_heads: int, num_kv_heads: int) -> list[np.ndarray]:
+    shapes = ((B, T, num_heads, H), (B, S, num_kv_heads, H), (B, S, num_kv_heads, HV))
+    return [random(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "options", "axis_type"),
+    quick.rows(
+        {
+            f"{heads}-{options}-{axis_type}": (HEADS[heads], HEAD_OPTIONS[options], AXIS_TYPES[axis_type])
+            for (heads, options), axis_type in zip(
+                [
+                    ("two each", ""),
+                    ("one for all", ""),
+                    *itertools.product(("one", "one for two devices"), HEAD_OPTIONS),
+                ],
+                itertools.cycle(AXIS_TYPES),
+                strict=False,
+            )
+        },
+        quick=["two each--auto", "one for two devices-alibi, sinks, scale-auto"],
+        unpack=True,
+    ),
+)
+def test_heads_are_exchanged(heads, options, axis_type):
+    """Each device has all rows of some heads during a call, so dk and dv are no sums unless devices share a key head."""
+    static, differentiable = options
+    args = of_heads(*heads)
+
+    def results(*args):
+        (out, lse), vjp = jax.vjp(lambda *args: attend(*args[:3], static, args[3]), *args)
+        return out, lse, *vjp((jnp.cos(out), jnp.sin(jnp.where(lse == -jnp.inf, 0, lse))))
+
+    want = jax.jit(results)(*args, differentiable)
+    mesh = mesh_of(NUMBER, axis_types=(axis_type,))
+    with jax.set_mesh(mesh):
+        placed = put(mesh, ROWS, *args)
+        compiled = jax.jit(results).lower(*placed, differentiable).compile()
+        got = compiled(*placed, differentiable)
+    assert_like_one_device(got, want, atol=1e-5)
+    if heads[1] >= NUMBER:
+        for x, y in zip(got[3:5], want[3:5], strict=True):
+            np.testing.assert_array_equal(x, y)
+    for x, like in zip(got, (placed[0], placed[0][..., 0], *placed), strict=False):
+        assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
+    assert kinds_of_wide(collectives(compiled.as_text())) == {"all-to-all"}
+
+
+# Which calls are divided by heads: arguments, and the heads of queries and of keys.
+_CHOICES = {
+    "causal": (dict(is_causal=True), (8, 2), True),
+    "segments": (dict(segment_ids=(ids(T), ids(S))), (8, 2), True),
+    "more would move": ({}, (8, 2), False),
+    "as much would move": ({}, (12, 4), True),
+    "heads that do not divide": (dict(is_causal=True), (6, 3), False),
+    "key heads that do not divide": (dict(is_causal=True), (12, 6), False),
+    "mask of rows": (dict(is_causal=True, mask=mask(T, S)), (8, 4), False),
+    "bias of rows": (dict(is_causal=True, bias=random(T, 1)), (8, 4), False),
+    "mask of keys": (dict(is_causal=True, mask=mask(B, 1, 1, S)), (8, 4), True),
+}
+
+
+@pytest.mark.parametrize(("static", "heads", "is_divided"), _CHOICES.values(), ids=_CHOICES.keys())
+def test_which_calls_are_divided_by_heads(static, heads, is_divided):
+    f = jax.jit(functools.partial(jax_flash.flash_attention, **static))
+    moved = collectives(f.lower(*put(mesh_of(NUMBER), ROWS, *of_heads(*heads))).compile().as_text())
+    assert kinds_of_wide(moved) == ({"all-to-all"} if is_divided else {"all-gather"})
+
+
+@pytest.mark.parametrize("derivative", quick.rows(DERIVATIVES, ["of a tangent"]))
+def test_heads_are_exchanged_for_other_derivatives(derivative):
+    static = OPTIONS["lengths"][0] | dict(is_causal=True)
+    differentiable = dict(bias=random(4, 1, S, seed=5), sinks=random(4, seed=6), scale=np.float32(0.3))
+    args = (*of_heads(4, 2), jax.tree.map(jnp.asarray, differentiable))
+    f = jax.jit(functools.partial(derivative, functools.partial(loss, static=static, forward_mode=True)))
+    placed = *put(mesh_of(NUMBER), ROWS, *args[:3]), args[3]
+    compiled = f.lower(*placed).compile()
+    for x, y in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(f(*args)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+    assert kinds_of_wide(collectives(compiled.as_text())) == {"all-to-all"}
 
 
 # ---- Windows ----------------------------------------------------------------------------------------------------
