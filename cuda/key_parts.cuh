@@ -1,6 +1,6 @@
 // Splitting the keys of a sequence over thread blocks: each leaves its part of every row in workspace, and a
-// second kernel merges the parts. Python decides how many there are (_num_key_parts in
-// jax_flash/_primitives.py).
+// second kernel merges the parts. Python decides how many there are (num_key_parts in
+// jax_flash/_kernel_choice.py).
 #pragma once
 
 #include <cstdint>

@@ -35,7 +35,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from . import _checks, _partitioning, _primitives, _sharding
-from ._operands import DIFFERENTIABLE, OPERANDS, is_directed
+from ._operands import DIFFERENTIABLE, OPERANDS, is_broadcastable, is_directed
 from ._options import AttentionOptions
 
 Arrays = dict[str, jax.Array]
@@ -490,7 +490,7 @@ def _batch(primitive: Primitive, args: Sequence, dims: Sequence, *, names: tuple
 
     def with_batch_axis(name: str, x: jax.Array) -> jax.Array:
         if name not in mapped:
-            x = jax.lax.broadcast(x, (1 if _primitives.is_broadcastable(name) else size,))
+            x = jax.lax.broadcast(x, (1 if is_broadcastable(name) else size,))
         return jnp.swapaxes(x, 0, 1) if is_directed(name) else x
 
     results = _bind(primitive, {name: with_batch_axis(name, x) for name, x in args.items()}, options)

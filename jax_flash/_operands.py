@@ -79,3 +79,23 @@ AXES = {
     "dbias": "nts",
 } | {operand.name: operand.axes for operand in OPERANDS}
 AXES |= {f"{direction}{name}": axes for direction in DIRECTIONS for name, axes in AXES.items()}
+
+# Any axis of these, batch axes included, may have size 1 and is then broadcast.
+_BROADCASTABLE = {
+    f"{direction}{name}"
+    for direction in ("", *DIRECTIONS)
+    for name in ("dbias", *(operand.name for operand in OPERANDS if operand.is_broadcastable))
+}
+
+
+def is_broadcastable(name: str) -> bool:
+    return name in _BROADCASTABLE
+
+
+def first_batch_axis(name: str) -> int:
+    return 1 if is_directed(name) else 0
+
+
+def has_keys(name: str) -> bool:
+    """Whether the array has rows for keys, like k, v and their derivatives."""
+    return AXES[name].startswith("sk")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.interpreters import batching
 
 from . import _checks, _primitives, _reference, _sharding
-from ._operands import POOLED
+from ._operands import POOLED, is_broadcastable
 from ._options import AttentionOptions
 
 
@@ -66,7 +66,7 @@ def _batch(args: Sequence, dims: Sequence, *, operands: tuple[str, ...], options
             return x
         if dim is not None:
             return jnp.moveaxis(x, dim, 0)
-        return jax.lax.broadcast(x, (1 if _primitives.is_broadcastable(name) else size,))
+        return jax.lax.broadcast(x, (1 if is_broadcastable(name) else size,))
 
     named = {name: with_axis(name, x, dim) for name, x, dim in zip(names, args, dims, strict=True)}
     if not is_shared:

@@ -10,7 +10,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import jax
 import pytest
 
-from jax_flash import _primitives
+from jax_flash import _kernel_choice
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Run the CUDA kernels on the CPU, see emulated.py.
@@ -101,7 +101,7 @@ def platform(request) -> str:
 @pytest.fixture(autouse=True)
 def planes_pay(monkeypatch) -> None:
     """Compute short float32 sequences as planes, too, where there are kernels for them (cuda/planes.cuh)."""
-    monkeypatch.setattr(_primitives, "_planes_pay", lambda *_: True)
+    monkeypatch.setattr(_kernel_choice, "planes_pay", lambda *_: True)
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ import types
 
 import jax
 
-from jax_flash import _blocked, _ffi, _library, _primitives
+from jax_flash import _blocked, _ffi, _kernel_choice, _library, _passes, _primitives
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EMULATOR = ROOT / "tests" / "emulator"
@@ -164,9 +164,7 @@ def install() -> None:
     def lower(call, ctx, args, workspace, **params):
         if call.target.removeprefix("jax_flash_") not in PASSES:
             return lower_ffi(call, ctx, args, workspace, **params)
-        if call is _primitives._BACKWARD_TANGENT and not _primitives._backward_tangent_fits(
-            *ctx.avals_in[:3]
-        ):
+        if call is _passes.BACKWARD_TANGENT and not _kernel_choice.backward_tangent_fits(*ctx.avals_in[:3]):
             blocked = _blocked.backward_tangent
             return _primitives._lower_blocked(blocked, call, ctx, *args, **params)
         workspace = _primitives._workspace_avals(call, ctx.avals_in, **params)

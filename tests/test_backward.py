@@ -9,7 +9,7 @@ import quick
 from cases import CASES, DTYPES, PAIRS
 
 import jax_flash
-from jax_flash import _primitives
+from jax_flash import _kernel_choice
 
 
 @pytest.mark.parametrize(("case", "kind"), quick.cases_and_kinds(CASES))
@@ -46,7 +46,7 @@ def test_parts_of_the_query_heads_are_as_close(case, part_heads, deterministic, 
         pytest.skip("the CPU has no such parts")
     asked = []
     monkeypatch.setattr(
-        _primitives, "_num_head_parts", lambda *call: asked.append(call) or case.num_heads // part_heads
+        _kernel_choice, "num_head_parts", lambda *call: asked.append(call) or case.num_heads // part_heads
     )
     jax.clear_caches()
     dtype, precision, rule = next(kind for kind in harness.KINDS[platform] if kind[0] == "bfloat16")

@@ -18,7 +18,7 @@ from cases import CASES, DTYPES
 from jax import export
 
 import jax_flash
-from jax_flash import _ffi, _primitives
+from jax_flash import _ffi, _kernel_choice, _passes
 from jax_flash._options import AttentionOptions
 
 F32 = jnp.float32
@@ -51,6 +51,11 @@ def set_local_gpus(monkeypatch, *capabilities: str) -> None:
     monkeypatch.setattr(_ffi, "local_gpus", lambda: gpus)
 
 
+def sums_dq(q, k, v, **options) -> bool:
+    options = dict(num_head_parts=0, is_deterministic=False, hides_pairs=False) | options
+    return _kernel_choice.sums_dq(q, k, v, **options)
+
+
 @pytest.mark.parametrize(
     ("capabilities", "head_dim", "head_dim_v", "dtype", "sums"),
     [
@@ -80,7 +85,7 @@ def test_room_for_sums_of_dq(capabilities, head_dim, head_dim_v, dtype, sums, mo
     kernels += ["forward sm90 bfloat16 256", "backward sm80 tf32 256", "backward_dq sm90 bfloat16 256"]
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
     q, v = (jax.core.ShapedArray((2, 100, 4, size), jnp.dtype(dtype)) for size in (head_dim, head_dim_v))
-    assert _primitives._sums_dq(q, q, v, num_head_parts=0) == sums
+    assert sums_dq(q, q, v) == sums
 
 
 @pytest.mark.parametrize(
@@ -100,7 +105,7 @@ def test_room_for_ordered_sums_of_dq(capability, head_dim, hides_pairs, sums, mo
     kernels = [f"backward sm90 bfloat16 {size}" for size in (32, 64, 96)]
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
     q = jax.core.ShapedArray((2, 100, 4, head_dim), jnp.bfloat16)
-    got = _primitives._sums_dq(q, q, q, num_head_parts=0, is_deterministic=True, hides_pairs=hides_pairs)
+    got = sums_dq(q, q, q, is_deterministic=True, hides_pairs=hides_pairs)
     assert got == sums
 
 
@@ -123,8 +128,8 @@ def test_room_for_sums_of_dq_of_short_sequences(lengths, head_dims, dtype, sums,
     T, S = (export.symbolic_shape(x)[0] if isinstance(x, str) else x for x in lengths)
     sizes = zip((T, S, S), (head_dims[0], *head_dims), strict=True)
     q, k, v = (jax.core.ShapedArray((2, length, 4, size), jnp.dtype(dtype)) for length, size in sizes)
-    assert _primitives._sums_dq(q, k, v, num_head_parts=0) == sums
-    assert _primitives._sums_dq(q, k, v, num_head_parts=8)
+    assert sums_dq(q, k, v) == sums
+    assert sums_dq(q, k, v, num_head_parts=8)
 
 
 @pytest.mark.parametrize(
@@ -160,12 +165,12 @@ def test_parts_of_the_query_heads(q, kv, is_causal, parts, monkeypatch):
     head_dim_v = (*q, *kv[2:])[-1]  # q's, if there is no other
     shapes = q, (q[0], *kv[:2], q[3]), (q[0], *kv[:2], head_dim_v)
     q, k, v = (jax.core.ShapedArray(shape, jnp.bfloat16) for shape in shapes)
-    assert _primitives._num_head_parts(q, k, v, is_causal) == parts
+    assert _kernel_choice.num_head_parts(q, k, v, is_causal) == parts
     (size,) = export.symbolic_shape("b")
     symbolic = [jax.core.ShapedArray((size, *x.shape[1:]), x.dtype) for x in (q, k, v)]
-    assert _primitives._num_head_parts(*symbolic, is_causal) == 0
+    assert _kernel_choice.num_head_parts(*symbolic, is_causal) == 0
     set_local_gpus(monkeypatch, "8.0")
-    assert _primitives._num_head_parts(q, k, v, is_causal) == 0
+    assert _kernel_choice.num_head_parts(q, k, v, is_causal) == 0
 
 
 @pytest.mark.parametrize(
@@ -187,7 +192,7 @@ def test_parts_of_the_sum_over_the_batch(q, num_keys, dbias, parts):
     q, k, dbias = (
         jax.core.ShapedArray(shape, jnp.bfloat16) for shape in (q, (q[0], num_keys, *q[2:]), dbias)
     )
-    assert _primitives._num_bias_parts(q, k, dbias) == parts
+    assert _kernel_choice.num_bias_parts(q, k, dbias) == parts
 
 
 @pytest.mark.parametrize(
@@ -214,7 +219,7 @@ def test_kernels_of_second_order(capabilities, head_dims, head_dim, head_dim_v, 
     ]
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
     q, v = (jax.core.ShapedArray((2, 100, 4, size), jnp.dtype(dtype)) for size in (head_dim, head_dim_v))
-    assert _primitives._backward_tangent_fits(q, q, v) == fits
+    assert _kernel_choice.backward_tangent_fits(q, q, v) == fits
 
 
 @pytest.mark.skipif(not shutil.which("cmake"), reason="needs CMake, which writes the list of kernels")
@@ -226,7 +231,7 @@ def test_every_kernel_of_second_order_can_run(monkeypatch):
     for *_, arithmetic, head_dim in kernels:
         dtype = jnp.dtype("float32" if arithmetic.startswith("tf32") else arithmetic)
         q = jax.core.ShapedArray((2, 100, 4, head_dim), dtype)
-        assert _primitives._backward_tangent_fits(q, q, q), (arithmetic, head_dim)
+        assert _kernel_choice.backward_tangent_fits(q, q, q), (arithmetic, head_dim)
 
 
 @pytest.mark.parametrize(
@@ -253,21 +258,21 @@ def test_float32_as_planes(call, planes, monkeypatch):
         q, k, v = (
             jax.core.ShapedArray(shape, jnp.dtype(dtype)) for shape in ((t, n, h), (s, 2, h), (s, 2, hv))
         )
-        return _primitives._num_planes(p, q, k, v, AttentionOptions.resolve(h, **options))
+        return _kernel_choice.num_planes(p, q, k, v, AttentionOptions.resolve(h, **options))
 
-    passes = _primitives._FORWARD, _primitives._BACKWARD
+    passes = _passes.FORWARD, _passes.BACKWARD
     kernels = [f"{direction} sm90 tf32 {size}" for direction in ("forward", "backward") for size in (64, 128)]
     kernels += ["forward sm90 tf32 256", "forward sm90 bfloat16 128", "backward sm90 bfloat16 128"]
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
     set_local_gpus(monkeypatch, "9.0")
     assert tuple(num_planes(p, **call) for p in passes) == planes
-    assert num_planes(_primitives._PAGED_FORWARD) == 0
+    assert num_planes(_passes.PAGED_FORWARD) == 0
     for capabilities in (["8.0"], ["9.0", "8.0"], []):
         set_local_gpus(monkeypatch, *capabilities)
         assert [num_planes(p) for p in passes] == [0, 0]
 
 
-PLANES_PAY = _primitives._planes_pay  # tests have another one
+PLANES_PAY = _kernel_choice.planes_pay  # tests have another one
 
 
 @pytest.mark.parametrize(
@@ -304,7 +309,7 @@ DECODE = [
 
 def num_parts(t=1, s=8192, n=32, k=8, h=128, hv=128, dtype="bfloat16", operands=(), **options) -> int:
     q, k, v = (jax.core.ShapedArray(shape, jnp.dtype(dtype)) for shape in ((t, n, h), (s, k, h), (s, k, hv)))
-    return _primitives._num_key_parts(q, k, v, operands, AttentionOptions.resolve(h, **options))
+    return _kernel_choice.num_key_parts(q, k, v, operands, AttentionOptions.resolve(h, **options))
 
 
 @pytest.mark.parametrize(

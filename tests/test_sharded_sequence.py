@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from strategies import OF_SEQUENCES, ROWS, collectives, put, run_jit
 
 import jax_flash
-from jax_flash import _primitives
+from jax_flash import _on_shards
 
 WHOLE = P(None, None, None, None)
 
@@ -303,7 +303,7 @@ def of_heads(num_heads: int, num_kv_heads: int) -> list[np.ndarray]:
     ),
 )
 def test_heads_are_exchanged(heads, options, axis_type):
-    """Each device has all rows of some heads during a call, so dk and dv are no sums unless devices share a key head."""
+    """During a call a device has all rows of some heads, so dk and dv are sums only where devices share a key head."""
     static, differentiable = options
     args = of_heads(*heads)
 
@@ -614,7 +614,7 @@ def test_rows_that_are_gathered(dropout_rate):
 @pytest.mark.parametrize("scattered", [(), ("sequence",)], ids=["everywhere", "scattered"])
 def test_sums_of_16_bits_are_rounded_once(scattered):
     """As the program says. What XLA makes of sums in 16 bits depends on the platform."""
-    add = functools.partial(_primitives._sum_over_devices, axes=["sequence"], scattered=scattered, axis=0)
+    add = functools.partial(_on_shards.sum_over_devices, axes=["sequence"], scattered=scattered, axis=0)
     spec = P(*scattered)
     f = jax.shard_map(add, mesh=mesh_of(8), in_specs=P(), out_specs=spec, check_vma=False)
     text = jax.jit(f).lower(jnp.ones(16, jnp.bfloat16)).as_text()

@@ -15,7 +15,7 @@
 //
 // Where there are too few tiles for all multiprocessors, or too few long causal ones to hand out one by one,
 // the query heads of a key head are divided into parts, each with tiles of its own, whose dk and dv are added
-// up afterwards, in a fixed order (_num_head_parts in jax_flash/_primitives.py chooses how many).
+// up afterwards, in a fixed order (num_head_parts in jax_flash/_kernel_choice.py chooses how many).
 //
 // dq, which other blocks share, is added to dq_accum by the copy engine (kWithDq), or left to
 // backward_dq.cuh: when deterministic, and where that is faster.

@@ -1,0 +1,187 @@
+"""Which CUDA kernels will run, and into how many parts their work is divided, by the shapes and this process's GPUs.
+
+The library takes any answer: a wrong one costs time or memory.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from . import _ffi, _library
+from ._options import AttentionOptions
+from ._passes import BACKWARD, FORWARD, Pass
+
+_HOPPER_MULTIPROCESSORS = 132  # of H100 and H200
+
+# Compute capabilities with 163 KB of shared memory or more for a block; others have 99 KB.
+_LARGE_SHARED_MEMORY = ("8.0", "8.7", "9.0", "10.0", "10.3", "11.0")
+
+# With these, Hopper's forward pass runs in its general form.
+_PAIR_OPERANDS = {"mask", "bias", "alibi_slopes", "query_segment_ids", "scale_factor"}
+
+
+def num_planes(call: Pass, q, k, v, options: AttentionOptions) -> int:
+    """Whether Hopper's kernels compute float32 as scaled float16 (cuda/planes.cuh): 1 or 0."""
+    direction = {FORWARD: "forward", BACKWARD: "backward"}.get(call)
+    if direction is None or q.dtype != jnp.float32 or options.precision:
+        return 0
+    shortest = _library.constants()["kShortLength"] + 1
+    sizes = (*q.shape[-3:-1], *k.shape[-3:-1])
+    is_long = all(isinstance(size, int) for size in sizes) and min(q.shape[-3], k.shape[-3]) >= shortest
+    is_served = is_long and hopper_head_dim(direction, q, v) > 0
+    return int(is_served and planes_pay(direction, q, k, options))
+
+
+def planes_pay(direction: str, q, k, options: AttentionOptions) -> bool:
+    """Whether planes gain more than it takes to make them.
+
+    Times are in pairs of a query and a key: measured on an H100, a row of planes takes as long as the products of so
+    many pairs become shorter. Neither the batch nor the number of key heads counts, so that a sequence has the same
+    bits alone and in a batch.
+    """
+    (seqlen_q, num_heads, head_dim), (seqlen_kv, num_kv_heads) = q.shape[-3:], k.shape[-3:-1]
+    group = num_heads // max(num_kv_heads, 1)
+    keys = seqlen_kv // 2 if options.is_causal and seqlen_q >= seqlen_kv else seqlen_kv
+    if min(options.reach) >= 0:
+        keys = min(keys, sum(options.reach) + 1)
+    pairs = seqlen_q * group * keys * (2 if head_dim <= 32 else 1)  # portable kernels fill 64 columns
+    of_query, of_key = (165, 330) if direction == "forward" else (170, 95)
+    return pairs >= of_query * seqlen_q * group + of_key * seqlen_kv
+
+
+def num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions) -> int:
+    """Into how many parts a forward kernel splits the keys; 0: it does not, or there is no such kernel.
+
+    It depends neither on the batch nor on the number of heads: a sequence has the same bits alone and in a batch, and
+    with heads on several devices.
+    """
+    (seqlen_q, num_heads), (seqlen_kv, num_kv_heads) = q.shape[-3:-1], k.shape[-3:-1]
+    sizes = (seqlen_q, num_heads, seqlen_kv, num_kv_heads)
+    if not all(isinstance(size, int) and size > 0 for size in sizes) or "dropout_seeds" in operands:
+        return 0
+    keys = seqlen_kv
+    if min(options.reach) >= 0:  # the first block of keys may begin before the first that a query sees
+        keys = min(keys, sum(options.reach) + seqlen_q + _library.constants()["kVisibilityBlock"])
+    if is_decoding(q, k, v):
+        # A part writes 4 bytes for each row and column, so longer sequences have longer parts; of 1,024 keys at most,
+        # so that a long sequence alone has parts for all multiprocessors of a GPU.
+        part = 256 if keys <= 4096 else 512 if keys < 8192 else 1024
+        return -(-keys // part)
+    # Hopper's tiles have up to 256 rows, so a few hundred queries are too few tiles. These parts are of all keys: a
+    # window would leave most of them empty. They are long enough, and few enough, for what they write.
+    has_kernel = q.dtype.itemsize == 2 and hopper_head_dim("forward", q, v) > 0
+    is_general = options.logits_soft_cap > 0 or options.scale <= 0 or not _PAIR_OPERANDS.isdisjoint(operands)
+    if not has_kernel or is_general or keys < seqlen_kv or seqlen_q > 1024 or seqlen_kv < 16 * seqlen_q:
+        return 0
+    most, shortest = (16, 2048) if seqlen_q <= 64 else (8, 4096) if seqlen_q <= 256 else (4, 4096)
+    parts = min(most, keys // shortest)
+    return parts if parts > 1 else 0
+
+
+def is_decoding(q, k, v) -> bool:
+    """Whether the forward kernel for few queries serves a call without dropout."""
+    (seqlen_q, num_heads), num_kv_heads = q.shape[-3:-1], k.shape[-2]
+    head_dim = kernel_head_dim("decode sm80", q.dtype, max(q.shape[-1], v.shape[-1]))
+    most_rows = 64 if q.dtype.itemsize * head_dim <= 512 else 32  # of a key head: decode_tile in cuda/tiles.h
+    is_short = seqlen_q <= _library.constants()["kDecodeQueries"]
+    return head_dim > 0 and is_short and seqlen_q * (num_heads // num_kv_heads) <= most_rows
+
+
+def sums_dq(q, k, v, *, num_head_parts: int, is_deterministic: bool, hides_pairs: bool) -> bool:
+    """Whether the backward kernel sums 16-bit dq in memory.
+
+    The kernel for short sequences, which does not divide query heads into parts, has no need to. Hopper's kernels above
+    head dim 128 leave dq to another kernel, which is faster. Only Hopper's kernels sum in a fixed order, unless a mask
+    or segments hide pairs; above head dim 64 that is slower than another kernel. Where the program runs on other GPUs
+    than it was lowered for, their kernels leave dq to another one without that memory, at some cost in speed.
+    """
+    longest = _library.constants()["kShortLength"]
+    is_short = all(isinstance(x.shape[-3], int) and x.shape[-3] <= longest for x in (q, k))
+    if (
+        is_short
+        and not num_head_parts
+        and kernel_head_dim("short_backward sm80", q.dtype, max(q.shape[-1], v.shape[-1]))
+    ):
+        return False
+    head_dim = hopper_head_dim("backward", q, v)
+    if is_deterministic:
+        return 0 < head_dim <= 64 and not hides_pairs
+    return head_dim <= 128
+
+
+def num_head_parts(q, k, v, is_causal: bool) -> int:
+    """Into how many parts Hopper's backward kernel divides the query heads of all key heads; 0: it does not.
+
+    A tile has 128 keys (64 at head dim 256) of one part, and all multiprocessors should have about as many. So with
+    few key heads, or long causal tiles, a part is less than a key head's group. The sums of dk and dv of each part are
+    written and read in float32. Lengths, masks and windows, which change the tiles, are not looked at.
+    """
+    (B, T, N, _), (_, S, K, _) = q.shape, k.shape
+    head_dim = hopper_head_dim("backward", q, v)
+    if not head_dim or not all(isinstance(size, int) for size in (B, T, N, S, K)) or N in (0, K):
+        return 0
+    group, blocks = N // K, -(-S // (128 if head_dim < 256 else 64))
+    is_triangle = is_causal and T == S
+    items = B * K * ((blocks + 1) // 2 if is_triangle else blocks)  # causal tiles are taken in pairs
+
+    def busy(parts: int) -> float:
+        """The share of the multiprocessors that is busy on the average."""
+        rounds = -(-items * parts // _HOPPER_MULTIPROCESSORS)
+        return items * parts / (rounds * _HOPPER_MULTIPROCESSORS) if rounds else 1
+
+    def are_many(parts: int) -> bool:
+        """Whether long causal tiles are taken one by one, which is faster (`has_many` of BackwardSchedule)."""
+        tiles = B * K * parts * blocks
+        return is_triangle and blocks >= 64 and tiles >= 6 * _HOPPER_MULTIPROCESSORS * group // parts
+
+    # A tile that goes through few queries would take longer to write than to compute.
+    divisors = [x for x in range(1, group + 1) if group % x == 0 and (x == 1 or T * group // x >= 1024)]
+    enough = [x for x in divisors if are_many(x)] or [x for x in divisors if busy(x) >= 0.85]
+    best = enough[0] if enough else max(divisors, key=busy)
+    return K * best if best > 1 else 0
+
+
+def hopper_head_dim(direction: str, q, v) -> int:
+    """The head dim of Hopper's kernel that is certain to run; 0 if none is."""
+    gpus = _ffi.local_gpus()
+    is_hopper = gpus and all(gpu.compute_capability == "9.0" for gpu in gpus)
+    head_dims = q.shape[-1], v.shape[-1]
+    if not is_hopper or any(head_dim % 8 for head_dim in head_dims):
+        return 0
+    # The gradient's kernel for 192 takes values of up to 128 (backward_head_dim_v in cuda/tiles.h).
+    smallest = 193 if direction == "backward" and v.shape[-1] > 128 else 1
+    return kernel_head_dim(f"{direction} sm90", q.dtype, max(*head_dims, smallest))
+
+
+def kernel_head_dim(kind: str, dtype, head_dim: int) -> int:
+    """The head dim of the compiled kernel that serves this one; 0 if there is none. kind: such as "forward sm80"."""
+    arithmetic = dtype.name if dtype.itemsize == 2 else "tf32"  # tf32x3 has the same head dims
+    names = (name.rsplit(" ", 1) for name in _ffi.build_info()["kernels"])
+    compiled = (int(size) for name, size in names if name == f"{kind} {arithmetic}")
+    return min((size for size in compiled if size >= head_dim), default=0)
+
+
+def num_bias_parts(q, k, dbias) -> int:
+    """Into how many parts the sum of dbias over the batch is divided, so that all multiprocessors have some tiles."""
+    (B, T, N, H), S = q.shape, k.shape[1]
+    if not all(isinstance(size, int) for size in (B, T, N, S)):
+        return 1
+    if dbias.shape[0] != 1 or dbias.shape[2:] != (T, S):
+        return 1  # there is no such sum, or it is in blocks
+    heads, parts = dbias.shape[1], 1
+    tiles = heads * -(-T // 128) * -(-S // 128)
+    for divisor in (x for x in range(1, B + 1) if B % x == 0):
+        if divisor * heads * S > B * N * H:
+            break  # more memory than q takes in float32
+        parts = divisor
+        if parts * tiles >= 4 * _HOPPER_MULTIPROCESSORS:
+            break
+    return parts
+
+
+def backward_tangent_fits(q, k, v) -> bool:
+    """Whether there is a CUDA kernel whose tiles fit into the shared memory of the GPUs: see cuda/tiles.h."""
+    gpus = _ffi.local_gpus()
+    has_room = gpus and all(gpu.compute_capability in _LARGE_SHARED_MEMORY for gpu in gpus)
+    largest = (256 if has_room else 128) if q.dtype.itemsize == 2 else (128 if has_room else 64)
+    return 0 < kernel_head_dim("backward_tangent sm80", q.dtype, max(q.shape[-1], v.shape[-1])) <= largest
