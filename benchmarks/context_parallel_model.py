@@ -6,7 +6,8 @@ It is a model: kernels, memory and links are a few numbers each, and nothing dis
 GPU is within a tenth of what was measured on an H200. Several GPUs have not been measured yet.
 `context_parallel.py` measures the GPUs of one host and prints its predictions beside the times.
 
-Which chunks meet in which step of a ring, and which keys a window moves, is asked of the package.
+Which chunks meet in which step of a ring, which keys a window moves, and which calls are divided by heads, is asked of
+the package.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_flash import _halo, _ring
+from jax_flash import _halo, _head_exchange, _ring
 from jax_flash._options import AttentionOptions
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -75,6 +76,15 @@ class Machine:
         between = (nodes - 1) / nodes * num_bytes / (self.gpus_per_node * self.between_nodes.bandwidth)
         latency = (num_devices - nodes) * self.in_node.latency + (nodes - 1) * self.between_nodes.latency
         return self.call + latency + max(in_node, between)
+
+    def exchange(self, num_bytes: float, num_devices: int) -> float:
+        """Seconds in which each device sends an equal part of so many bytes to each one, and copies all twice."""
+        in_node = min(num_devices, self.gpus_per_node)
+        transfer = max(
+            (in_node - 1) / num_devices * num_bytes / self.in_node.bandwidth,
+            (num_devices - in_node) / num_devices * num_bytes / self.between_nodes.bandwidth,
+        )
+        return self.call + self.link(num_devices).latency + transfer + 4 * num_bytes / self.memory
 
 
 _ATTAINED = 0.8  # of a link's bandwidth
@@ -235,19 +245,17 @@ def gathered(machine: Machine, attention: Attention, num_devices: int) -> Predic
     return Prediction(seconds, seconds, (num_devices - 1) / num_devices * (keys + sums))
 
 
-def exchanged(machine: Machine, attention: Attention, num_devices: int) -> Prediction:
-    """What the package does not do: `gathered`, where devices d and n - 1 - d exchange half of their queries.
-
-    Then all have equally much to do in a causal call. The queries, the output, its gradient and dq move.
-    """
-    plain = gathered(machine, attention, num_devices)
-    seen = attention.seen(num_devices).of_all_keys()
-    half = attention.query_bytes(attention.length / num_devices / 2)
-    seconds = plain.seconds + 4 * machine.send(half, num_devices)
-    for direction in (FORWARD, BACKWARD):  # two calls
-        kernels = attention.kernel(machine, direction, seen)
-        seconds += kernels.mean() + machine.call - kernels.max()
-    return Prediction(seconds, seconds, plain.arriving + 4 * half)
+def by_heads(machine: Machine, attention: Attention, num_devices: int) -> Prediction:
+    """Sharded `jit`: devices exchange their rows for all rows of some heads before each call, and back behind it."""
+    keys = max(1, num_devices / attention.num_kv_heads) * attention.key_bytes(attention.length) / num_devices
+    queries = attention.query_bytes(attention.length) / num_devices
+    lse = 4 * attention.batch * attention.length * attention.num_heads / num_devices
+    # q, k, v; out, lse; and q, k, v, out, lse, dout; dq, dk, dv.
+    moved = [queries, keys, queries, lse, queries, keys, queries, lse, queries, queries, keys]
+    of_one = [attention.kernel(machine, x, attention.seen(1)).item() for x in (FORWARD, BACKWARD)]
+    seconds = sum(machine.exchange(x, num_devices) for x in moved)
+    seconds += sum(machine.call + (x - machine.call) / num_devices for x in of_one)
+    return Prediction(seconds, seconds, (num_devices - 1) / num_devices * sum(moved))
 
 
 def halo(machine: Machine, attention: Attention, num_devices: int) -> Prediction:
@@ -263,12 +271,27 @@ def halo(machine: Machine, attention: Attention, num_devices: int) -> Prediction
     return Prediction(seconds, seconds, 3 * sum(moved))
 
 
+def of_sharded_jit(attention: Attention, num_devices: int) -> str:
+    """The name of the strategy that the package takes."""
+    reach = attention.options.reach
+    if min(reach) >= 0 and sum(reach) < attention.length * (num_devices - 1) // num_devices:
+        return "window"
+    is_uneven = reach != (-1, -1) or attention.segments is not None
+    heads = attention.num_heads, attention.num_kv_heads
+    return "by heads" if _head_exchange.pays(num_devices, *heads, is_uneven=is_uneven) else "gathered"
+
+
+def sharded_jit(machine: Machine, attention: Attention, num_devices: int) -> Prediction:
+    return STRATEGIES[of_sharded_jit(attention, num_devices)](machine, attention, num_devices)
+
+
 STRATEGIES: dict[str, Callable[[Machine, Attention, int], Prediction]] = {
     "ring, zigzag": functools.partial(ring, layout="zigzag"),
     "ring, contiguous": functools.partial(ring, layout="contiguous"),
+    "sharded jit": sharded_jit,
+    "by heads": by_heads,
     "gathered": gathered,
     "window": halo,
-    "exchanged": exchanged,
 }
 
 
@@ -296,14 +319,13 @@ def table(attentions: Iterable[Attention], strategies: Iterable[str]) -> str:
 
 
 def tables() -> list[str]:
-    """Those of docs/long_context.md: causal, in a window, and what is not built."""
+    """Those of docs/long_context.md: causal, and in a window."""
     lengths = (131_072, 1_048_576)
     causal = [Attention(length=length, is_causal=True, **LLAMA) for length in lengths]
     window = [Attention(length=length, window=(8192, 0), **LLAMA) for length in lengths]
     return [
-        table(causal, ("ring, zigzag", "ring, contiguous", "gathered")),
+        table(causal, ("ring, zigzag", "ring, contiguous", "sharded jit")),
         table(window, ("window", "ring, contiguous")),
-        table(causal, ("gathered", "exchanged")),
     ]
 
 

@@ -108,6 +108,25 @@ def of_gather(axes: Axes) -> None:
     draw(axes, [*range(NUMBER)], {}, is_causal=True)
 
 
+def of_heads(axes: Axes) -> None:
+    """Causal, divided by heads: each device has all pairs of its heads."""
+    axes.set_axis_off()
+    seen = visible(LENGTH, LENGTH, is_causal=True)[..., None]
+    for device, color in enumerate(COLORS):
+        row, column = divmod(device, 2)
+        part = axes.inset_axes((0.54 * column, 0.54 * (1 - row), 0.46, 0.41))
+        colors = MOVED * np.array(to_rgb(color)) + (1 - MOVED) * np.ones(
+            (LENGTH, LENGTH, 3)
+        )
+        own = slice(device * LENGTH // NUMBER, (device + 1) * LENGTH // NUMBER)
+        colors[own, own] = to_rgb(color)
+        part.imshow(np.where(seen, colors, to_rgb(EMPTY)), extent=(0, 1, 1, 0))
+        part.set_title(f"heads of device {device}", size=STEP_POINTS)
+        part.set_xticks([])
+        part.set_yticks([])
+        part.spines[:].set_visible(False)
+
+
 def of_window(axes: Axes) -> None:
     """A window under sharded jit, with the keys that move between dashed lines."""
     window = (WINDOW, 0)
@@ -134,6 +153,7 @@ def of_window(axes: Axes) -> None:
 PICTURES: dict[str, Callable[[Axes], None]] = {
     "contiguous": of_ring(1),
     "zigzag": of_ring(2),
+    "heads": of_heads,
     "gathered": of_gather,
     "window": of_window,
 }

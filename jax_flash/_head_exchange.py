@@ -62,21 +62,30 @@ class HeadExchange(NamedTuple):
 
 
 def of(
-    axes: str | tuple[str, ...], mesh: Mesh, num_heads: int, num_kv_heads: int, is_uneven: bool
+    axes: str | tuple[str, ...], mesh: Mesh, num_heads: int, num_kv_heads: int, *, is_uneven: bool
 ) -> HeadExchange | None:
     """The exchange of a sequence of queries and keys, both sharded over these axes of the mesh, where it pays.
 
-    It does if devices would have unequally much to do with their rows and all keys, or if no more moves than in a
-    gather of the keys and a sum of their gradients. A device has `num_heads` and `num_kv_heads` of each row.
+    None, too, if the axes are not in the order of the mesh. For the other arguments see `pays`.
     """
     num_devices = _sharding.num_parts(mesh, axes)
-    is_even = num_heads % num_devices == 0 and (
-        num_kv_heads % num_devices == 0 or num_devices % num_kv_heads == 0
+    is_taken = pays(num_devices, num_heads, num_kv_heads, is_uneven=is_uneven)
+    return (
+        HeadExchange(axes, num_devices, num_kv_heads)
+        if is_taken and _sharding.are_in_order(axes, mesh)
+        else None
     )
+
+
+def pays(num_devices: int, num_heads: int, num_kv_heads: int, *, is_uneven: bool) -> bool:
+    """Whether heads divide over devices that have `num_heads` and `num_kv_heads` of each row, and should be.
+
+    They should if the devices would have unequally much to do with their rows and all keys, or if no more moves than in
+    a gather of the keys and a sum of their gradients.
+    """
+    of_keys = num_kv_heads % num_devices == 0 or num_devices % num_kv_heads == 0
     moves_less = num_heads + max(num_kv_heads, num_devices) <= num_devices * num_kv_heads
-    if not is_even or not (is_uneven or moves_less) or not _sharding.are_in_order(axes, mesh):
-        return None
-    return HeadExchange(axes, num_devices, num_kv_heads)
+    return num_heads % num_devices == 0 and of_keys and (is_uneven or moves_less)
 
 
 def _heads(axes: Sequence[str]) -> int | None:

@@ -113,7 +113,9 @@ def _partitioned(
             halo = _halo.of(rows, mesh, seqlen_q, options) if is_aligned else None
             if not halo and not has_pair_rows:
                 parts = _sharding.num_parts(mesh, heads)
-                exchange = _head_exchange.of(rows, mesh, num_heads // parts, num_kv_heads // parts, is_uneven)
+                exchange = _head_exchange.of(
+                    rows, mesh, num_heads // parts, num_kv_heads // parts, is_uneven=is_uneven
+                )
         # The device has the keys beside its queries before the call, and their gradients after it.
         has_own_keys = bool(halo or exchange)
 

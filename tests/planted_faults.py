@@ -63,8 +63,14 @@ _OF_SHARDED_JIT = tuple(
         "test_every_option[cpu-causal-sharded jit-8]",
         "test_every_option[cpu-bias-sharded jit-8]",
         "test_random_case[cpu-10-8]",
-        "test_a_shard_that_sees_no_key[cpu-segments of keys-sharded jit]",
         "test_two_processes",
+    )
+)
+_OF_HEADS = tuple(
+    f"test_context_parallel.py::{test}"
+    for test in (
+        "test_every_option[cpu-groups-sharded jit-4]",
+        "test_a_shard_that_sees_no_key[cpu-segments of keys-sharded jit]",
     )
 )
 _OF_WINDOWS = tuple(
@@ -373,7 +379,13 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          "test_sharded_sequence.py::test_heads_are_exchanged[one for two devices-alibi, sinks, scale-auto]"),
         ("one device's part of dk is dropped",
          "jnp.sum(copied, heads + 1,", "jnp.sum(lax.slice_in_dim(copied, 1, copies, axis=heads + 1), heads + 1,",
-         "test_sharded_sequence.py::test_heads_are_exchanged[one for two devices-alibi, sinks, scale-auto]"),
+         "test_sharded_sequence.py::test_heads_are_exchanged[one for two devices-alibi, sinks, scale-auto]",
+         *_OF_HEADS),
+        ("one device's part of dk counts twice",
+         "jnp.sum(copied, heads + 1,",
+         "jnp.sum(jnp.concatenate([copied, lax.slice_in_dim(copied, 0, 1, axis=heads + 1)], heads + 1), heads + 1,",
+         "test_sharded_sequence.py::test_heads_are_exchanged[one for two devices-alibi, sinks, scale-auto]",
+         *_OF_HEADS),
     ],
     "jax_flash/_subsequence.py": [
         ("the offset of a part has the wrong sign",

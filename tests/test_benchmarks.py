@@ -266,32 +266,37 @@ def test_model_of_one_device(sharded):
         np.testing.assert_allclose(1e3 * seconds, cell["results"]["jax_flash"]["ms"], rtol=0.1)
 
 
-# A strategy of the model, and options.
+# A strategy of the model, the heads of queries and of keys, and options.
 _MOVED = {
-    "ring, full": ("ring, contiguous", {}),
-    "ring, causal": ("ring, zigzag", dict(is_causal=True)),
-    "ring, window": ("ring, contiguous", dict(window=(20, 0))),
-    "gathered": ("gathered", dict(is_causal=True)),
-    "window": ("window", dict(window=(20, 3))),
+    "ring, full": ("ring, contiguous", (4, 2), {}),
+    "ring, causal": ("ring, zigzag", (4, 2), dict(is_causal=True)),
+    "ring, window": ("ring, contiguous", (4, 2), dict(window=(20, 0))),
+    "gathered": ("gathered", (6, 3), dict(is_causal=True)),
+    "by heads": ("by heads", (8, 4), {}),
+    "by heads, two devices for each of the keys": ("by heads", (4, 2), dict(is_causal=True)),
+    "window": ("window", (4, 2), dict(window=(20, 3))),
 }
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options"), quick.rows(_MOVED, quick=["ring, window", "gathered", "window"], unpack=True)
+    ("strategy", "heads", "options"),
+    quick.rows(_MOVED, quick=["ring, window", "gathered", "by heads", "window"], unpack=True),
 )
-def test_model_of_what_moves(strategy, options, sharded):
+def test_model_of_what_moves(strategy, heads, options, sharded):
     """As many bytes arrive at a device as in the compiled program."""
     if strategy.startswith("ring") and jax.__version_info__ < (0, 12):
         pytest.skip(
             "seen with jax 0.7: XLA drops barriers on a CPU, and transfers of the two passes become one"
         )
     mesh = mesh_of(4)
-    attention = sharded.model.Attention(1, 64, 4, 2, 8, itemsize=4, **options)
+    attention = sharded.model.Attention(1, 64, *heads, 8, itemsize=4, **options)
+    if not strategy.startswith("ring"):
+        assert sharded.model.of_sharded_jit(attention, 4) == strategy
     case = sharded.Case("", strategy, attention)
     placed = sharded.put(case, mesh, sharded.make_inputs(attention))
     program = functools.partial(sharded.training, sharded.sharded(case, mesh))
     moved = collectives(jax.jit(program).lower(placed).compile().as_text())
-    parts = {"all-gather": 3 / 4, "reduce-scatter": 3, "collective-permute": 1}
+    parts = {"all-gather": 3 / 4, "all-to-all": 3 / 4, "reduce-scatter": 3, "collective-permute": 1}
     arriving = sum(parts[kind] * 4 * math.prod(shape) for kind, shape in moved)
     assert sharded.model.STRATEGIES[strategy](sharded.model.H200, attention, 4).arriving == arriving
 
