@@ -41,8 +41,8 @@ inline constexpr int kDeltaThreads = 256, kDeltaRows = 64;  // of a block
 static_assert(kStatsRows % kDeltaRows == 0);
 
 // delta [B, N, length] = rowsum(dout * out) - dlse and lse_log2 [B, N, length] = lse * log2(e), kDeltaRows
-// rows of a head per block. Also clears the counter of tiles, unless it is null `turns` [B, N, ceil(T /
-// kDeltaRows)], and `count` floats at `to_clear`, which is aligned to 16 bytes: `share` of them, a multiple
+// rows of a head per block. Also clears the counter of tiles and `turns` [B, N, ceil(T / kDeltaRows)], unless
+// they are null, and `count` floats at `to_clear`, which is aligned to 16 bytes: `share` of them, a multiple
 // of 4, per block. A row whose lse is -inf, or one beyond the end, gets delta = 0 and lse_log2 = +inf: its
 // probabilities become 0.
 //

@@ -144,10 +144,10 @@ Status try_backward(const BackwardParams& params, const Context& context) {
   return try_kernels(Direction::backward_dq, params, context);
 }
 
-Status try_hopper(Direction direction, const BackwardParams& params, Context context) {
+Status try_hopper(const BackwardParams& params, Context context) {
   if (context.only_arch == "sm80") return Status::not_served();
   context.only_arch = "sm90";
-  return try_kernels(direction, params, context);
+  return try_kernels(Direction::backward, params, context);
 }
 
 // Runs Hopper's kernels on the planes of float32, then the portable ones, which compute the key heads that
@@ -266,8 +266,8 @@ std::string run_backward(const BackwardParams& params, cudaStream_t stream, int 
     return describe(status.error());
   BackwardParams own = without_planes(params);
   if (own.options.deterministic && !own.leaves_dq) {
-    // Only Hopper's kernel sums dq in memory in a fixed order, and not with any options.
-    const Status status = try_hopper(Direction::backward, own, context);
+    // Only Hopper's kernel sums dq in memory in a fixed order, and not with a mask or segments.
+    const Status status = try_hopper(own, context);
     if (status.is_served()) return describe(status.error());
     own.leaves_dq = true;
   }

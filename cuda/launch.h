@@ -61,8 +61,10 @@ Status launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int sh
   return cudaGetLastError();
 }
 
-// Like launch, but on 9.0 and newer the kernel may start while the one before it on the stream ends: it calls
-// ptx::wait_for_grid_before() before it reads what that one wrote.
+// Like launch, but on 9.0 and newer the kernel may start while the one before it on the stream ends. At least
+// one thread of each block calls ptx::wait_for_grid_before(), and no thread reads or writes global memory
+// before one of its block has. The first kernel of a call is launched otherwise: XLA's kernels wait for
+// whole grids.
 template <class... Parameters>
 Status launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes,
                     const LaunchContext& context, const Parameters&... parameters) {

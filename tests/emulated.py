@@ -114,7 +114,9 @@ def library() -> ctypes.CDLL:
         FOLDER.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
             _compile(files, pathlib.Path(folder)).replace(path)
-    return ctypes.cdll.LoadLibrary(str(path))
+    loaded = ctypes.cdll.LoadLibrary(str(path))
+    loaded.num_arrivals.restype = ctypes.c_int64
+    return loaded
 
 
 def _compile(files: dict[str, str], folder: pathlib.Path) -> pathlib.Path:

@@ -1,12 +1,15 @@
 """The backward pass against exact gradients, over the table of cases."""
 
+import os
+
+import emulated
 import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import quick
-from cases import CASES, DTYPES, PAIRS
+from cases import CASES, DTYPES, PAIRS, Case, Mask, Segments
 
 import jax_flash
 from jax_flash import _kernel_choice
@@ -56,18 +59,24 @@ def test_parts_of_the_query_heads_are_as_close(case, part_heads, deterministic, 
     harness.check_operands(gradients, case, dtype, rule)
 
 
-DETERMINISTIC = ["causal blocks", "groups of 8", "lengths", "everything", "bias", "tiles, mask", "dropout"]
-DETERMINISTIC += [
-    "tiles, window",
-    "tiles, lengths",
+DETERMINISTIC = [
+    "bias",
+    "causal blocks",
     "causal, negative offset",
-    "window of one",
+    "dropout",
+    "everything",
+    "groups of 8",
+    "head dim 24",
+    "head dim 24, lengths",
+    "head dim 72, window",
+    "lengths",
     "lengths beyond both",
-]
-DETERMINISTIC += [
+    "tiles, lengths",
+    "tiles, mask",
+    "tiles, window",
+    "window of one",
     "window with no limit on the left",
     "window with no limit on the right",
-    "head dim 72, window",
 ]
 
 
@@ -79,6 +88,38 @@ def test_deterministic_is_as_close(case, kind, platform):
     got, gradients = harness.run_with_operands(case, dtype, precision=precision, deterministic=True)
     harness.check(got, case, dtype, rule)
     harness.check_operands(gradients, case, dtype, rule)
+
+
+# The head dim, options, whether the caller gives memory for sums of dq at any head dim, and whether the kernel adds to
+# them in turns.
+TURNS = {
+    "64": (64, {}, False, True),
+    "40, causal": (40, dict(is_causal=True), False, True),
+    "24, window": (24, dict(local_window_size=(100, 20)), False, True),
+    "96 with memory": (96, dict(is_causal=True), True, True),
+    "128 with memory": (128, {}, True, True),
+    "72": (72, {}, False, False),
+    "64, any order": (64, dict(deterministic=False), False, False),
+    "64, mask": (64, dict(mask=Mask("11TS", visible=0.5)), True, False),
+    "64, segments": (64, dict(segment_ids=Segments((0, 1))), True, False),
+    "192 with memory": (192, {}, True, False),
+}
+
+
+@pytest.mark.parametrize(("head_dim", "options", "has_memory", "in_turns"), TURNS.values(), ids=TURNS.keys())
+def test_dq_is_added_in_turns(head_dim, options, has_memory, in_turns, platform, monkeypatch):
+    """Results do not show whether Hopper's kernel adds dq, when deterministic, or another one computes it."""
+    if platform == "cpu" or os.environ.get("JAX_FLASH_EMULATE") != "90":
+        pytest.skip("only the emulator of Hopper counts turns")
+    if has_memory:
+        monkeypatch.setattr(_kernel_choice, "sums_dq", lambda *_, **__: True)
+        jax.clear_caches()
+    options = dict(deterministic=True) | options
+    case = Case("turns", 1, 150, 300, 2, 1, head_dim, head_dim, tuple(options.items()))
+    arrivals = emulated.library().num_arrivals
+    before = arrivals()
+    harness.check(harness.run(case, "bfloat16"), case, "bfloat16", "bfloat16")
+    assert (arrivals() > before) == in_turns
 
 
 def test_without_the_gradient_of_lse(platform):

@@ -37,15 +37,20 @@ def disassembler() -> str:
 
 # Disassembling all kernels takes about a minute.
 @pytest.fixture(scope="module")
-def functions() -> dict[str, list[tuple[int, str]]]:
-    """The instructions of each Hopper kernel, with their addresses."""
+def every_function() -> dict[str, list[tuple[int, str]]]:
+    """The instructions of each kernel compiled for Hopper, with their addresses."""
     command = [disassembler(), "--dump-sass", "--gpu-architecture", "sm_90a", str(LIBRARY)]
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return {
         name: [(int(address, 16), text) for address, text in INSTRUCTION.findall(body)]
         for name, body in (part.split("\n", 1) for part in code.split("Function : ")[1:])
-        if re.search(r"4sm90.*Config", name)  # the kernels with products
     }
+
+
+@pytest.fixture(scope="module")
+def functions(every_function) -> dict[str, list[tuple[int, str]]]:
+    """The kernels with products."""
+    return {name: code for name, code in every_function.items() if re.search(r"4sm90.*Config", name)}
 
 
 def test_ptx_is_embedded():
@@ -156,6 +161,38 @@ def test_products_are_not_serialised(functions):
     for name, instructions in functions.items():
         for loop in main_loops(instructions):
             assert sum("WARPGROUP.DEPBAR" in text for text in loop) == waits(name), name
+
+
+# Kernels that launch_early starts, and what reads or writes global memory: loads, stores, atomics, the copy engine.
+EARLY = re.compile("4sm90.*15backward_kernel|convert_fragments_kernel|combine_kernel")
+GLOBAL = re.compile(r"\b(LDG|STG|LD|ST|ATOM\w*|RED|UTMA\w*|UBLK\w*|UBLKRED|LDGSTS)\b")
+
+
+def before_wait(instructions: list[tuple[int, str]]) -> list[str]:
+    """What may run before the kernel has waited for the one before it, to the wait or a barrier of the block."""
+    following, todo, seen = successors(instructions), [0], set()
+    while todo:
+        i = todo.pop()
+        if i in seen or re.search(r"\b(ACQBULK|BAR\.\w+)", instructions[i][1]):
+            continue
+        seen.add(i)
+        todo += following[i]
+    return [instructions[i][1] for i in sorted(seen)]
+
+
+@pytest.mark.exhaustive
+def test_early_kernels_wait_before_they_touch_global_memory(every_function):
+    early = {name: code for name, code in every_function.items() if EARLY.search(name)}
+    assert len(early) >= 3
+    for name, instructions in early.items():
+        assert any("ACQBULK" in text for _, text in instructions), name
+        assert not [text for text in before_wait(instructions) if GLOBAL.search(text)], name
+
+
+def test_the_reader_sees_a_load_before_the_wait():
+    code = [(0, "@P0 BRA 0x20"), (16, "ACQBULK"), (32, "LDG.E R2, [R4]"), (48, "EXIT")]
+    assert "LDG.E R2, [R4]" in before_wait(code)
+    assert "LDG.E R2, [R4]" not in before_wait([(0, "MOV R0, R1"), (16, "ACQBULK"), *code[2:]])
 
 
 def test_the_reader_sees_a_spill():

@@ -925,24 +925,33 @@ def set_local_gpu(monkeypatch, capability: str, kind: str = "a GPU") -> None:
 
 @BUILT_FOR_CUDA
 @pytest.mark.parametrize(
-    ("capability", "deterministic", "rows"),
-    [("9.0", False, 112), ("9.0", True, 112), ("8.0", False, 112), ("8.0", True, 0)],
+    ("capability", "head_dim", "options", "rows"),
+    [
+        ("9.0", 64, {}, 112),
+        ("9.0", 128, {}, 112),
+        ("9.0", 64, dict(deterministic=True), 112),
+        ("9.0", 64, dict(deterministic=True, mask=np.ones((100, 100), bool)), 0),
+        ("9.0", 64, dict(deterministic=True, segment_ids=np.zeros((2, 100), np.int32)), 0),
+        ("9.0", 128, dict(deterministic=True), 0),
+        ("8.0", 64, {}, 112),
+        ("8.0", 64, dict(deterministic=True), 0),
+    ],
 )
-def test_workspace_of_gradients(capability, deterministic, rows, monkeypatch):
+def test_workspace_of_gradients(capability, head_dim, options, rows, monkeypatch):
     """In 16 bits: two floats a row, rounded up to 128 rows, and a float32 copy of dq, rounded up to 16, or none.
 
     With as many key heads as query heads, none of dk and dv.
     """
     set_local_gpu(monkeypatch, capability)
-    gradient = jax.grad(lambda *x: attention(*x, deterministic=deterministic).sum())
-    x = jnp.zeros((2, 100, 4, 64), jnp.bfloat16)
+    gradient = jax.grad(lambda *x: attention(*x, **dict(deterministic=False) | options).sum())
+    x = jnp.zeros((2, 100, 4, head_dim), jnp.bfloat16)
     text = jax.jit(gradient).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = re.findall(r"custom_call @jax_flash_backward\(.*-> \((.*)\)", text)
     assert re.findall(r"tensor<([^>]*f32)>", call) == [
         "2x4x128xf32",
         "2x4x128xf32",
-        f"2x{rows}x4x64xf32",
-        *["2x0x112x64xf32"] * 2,
+        f"2x{rows}x4x{head_dim}xf32",
+        *[f"2x0x112x{head_dim}xf32"] * 2,
     ]
 
 

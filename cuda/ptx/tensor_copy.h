@@ -60,7 +60,7 @@ __device__ __forceinline__ void tensor_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Waits until they, and all reductions, are done.
+// Waits until all stores and reductions committed by this thread are done.
 __device__ __forceinline__ void tensor_store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }

@@ -17,8 +17,8 @@
 // the query heads of a key head are divided into parts, each with tiles of its own, whose dk and dv are added
 // up afterwards, in a fixed order (num_head_parts in jax_flash/_kernel_choice.py chooses how many).
 //
-// dq, which other blocks share, is added to dq_accum by the copy engine (kWithDq), or left to
-// backward_dq.cuh: when deterministic, and where that is faster.
+// dq, which other blocks share, is added to dq_accum by the copy engine (kWithDq), when deterministic in
+// turns, or left to backward_dq.cuh. Python chooses by speed (sums_dq in jax_flash/_kernel_choice.py).
 //
 //   warp 0      draws the next item; loads k, then q
 //   warp 1      loads v, then dout
@@ -59,9 +59,9 @@
 //                each consumer warp                                          dk and dv have left from their
 //                                                                            place
 //   dq full, of  4 or 8: a lane of each warp    block of         warp 3      dq in shared memory, until the
-//   64 rows      that writes them               queries                      copy engine has read it and
-//   dq empty,    1: warp 3                      block of         those       dv may leave from its place
-//   likewise                                    queries          warps
+//   64 rows      that writes them               queries                      copy engine has read it: dv may
+//   dq empty,    1: warp 3                      block of         those       leave from its place, but for
+//   likewise                                    queries          warps       kDvInDs
 //   tail         1: warp 0 or 1, with TMA       block with rows  that warp   rows that it then fills with
 //                                               that do not                  zeros, before it arrives at
 //                                               count                        full itself
@@ -77,6 +77,8 @@
 //   bar 2        256: both consumers            tile, with dq    both        dk and dv, which leave from the
 //                                                                            places of ds and dq, until the
 //                                                                            next tile writes there
+//   turn, in     1: warp 3, of each block of    64 rows of dq    warp 3      dq_accum when deterministic,
+//   memory       keys that adds to them                                      until later keys are added
 #pragma once
 
 #include <cuda.h>
@@ -124,6 +126,10 @@ namespace jax_flash::cuda::sm90 {
 // come longest first, the first one of every part of a section, the second one, ... (a part after the other
 // would have the last part's long tiles end alone: up to 1.5 times as long). Queries, dout and dq of a
 // section fit in L2 together.
+//
+// Where tiles add dq in turns, all come from a counter, those of the last keys first, which are the first to
+// see each block of queries when causal, too. A tile waits only for tiles with lower numbers. Numbers are
+// drawn in order, and a block computes its own in order, so the lowest unfinished one waits for nobody.
 struct BackwardSchedule {
   int n_blocks;       // of one part of the query heads
   int items;          // of one part: n_blocks, or half as many
@@ -132,12 +138,21 @@ struct BackwardSchedule {
   int* counter;       // of items handed out; null: there are as many blocks as items
   int num_blocks;     // the grid
   int section_parts;  // of one section but the last; 1: a part after the other
-  bool is_ordered;    // a part's tiles are taken from the last keys to the first
+  bool in_turns;      // tiles add dq in turns
 
-  BackwardSchedule(const BackwardParams& params, int block_n, int multiprocessors)
+  BackwardSchedule(const BackwardParams& params, int block_n, int multiprocessors, bool in_turns)
       : n_blocks(static_cast<int>(ceil_div(params.seqlen_kv, block_n))),
-        num_parts(static_cast<int>(params.num_head_parts)) {
+        num_parts(static_cast<int>(params.num_head_parts)),
+        in_turns(in_turns) {
     const int64_t parts = params.batch * num_parts, pairs = (n_blocks + 1) / 2;
+    if (in_turns) {
+      items = n_blocks;
+      num_items = static_cast<int>(n_blocks * parts);
+      counter = params.tile_counter;
+      num_blocks = std::min(num_items, multiprocessors);
+      section_parts = 1;
+      return;
+    }
     // A pair is long: its last round must not leave many multiprocessors idle. And the longer and the more
     // tiles are, the less it matters that rows load while the one before ends; but a tile is as many times
     // longer as a part has query heads.
@@ -156,16 +171,6 @@ struct BackwardSchedule {
     const int64_t head_bytes = params.seqlen_q * (6 * params.head_dim + 2 * params.head_dim_v);
     const int64_t fitting = has_many ? kSectionBytes / std::max<int64_t>(head_bytes, 1) : parts;
     section_parts = static_cast<int>(is_triangle(params) && !by_pairs ? std::max<int64_t>(fitting, 1) : 1);
-    // In the order in which blocks of keys add to dq, from a counter: a tile that waited for one that has not
-    // begun might wait forever. When causal, the last keys come first to each block of queries, too.
-    is_ordered = params.options.deterministic && !params.leaves_dq;
-    if (is_ordered) {
-      items = n_blocks;
-      num_items = static_cast<int>(n_blocks * parts);
-      counter = params.tile_counter;
-      num_blocks = std::min(num_items, multiprocessors);
-      section_parts = 1;
-    }
   }
 };
 
@@ -176,8 +181,8 @@ struct BackwardArguments {
   BackwardParams params;
   BackwardSchedule schedule;
   Fragments dq_accum, dk_parts, dv_parts;
-  // How many blocks of keys have added to each 64 rows of dq [B, N, ceil(T / 64)], if they add in an order.
-  // dq itself, which is written last, has room for it.
+  // How many blocks of keys have added to each kDeltaRows rows of dq [B, N, ceil(T / kDeltaRows)], if they
+  // add in turns. It lies in dq, which is written last and has 16 bytes a row or more.
   int32_t* turns;
   LogitScale logit;
   PairOptions pairs;
@@ -389,7 +394,7 @@ __device__ __forceinline__ void for_each_tile(const BackwardSchedule& schedule, 
     const int first_part = section * schedule.section_parts;
     const int parts = min(schedule.section_parts, schedule.num_items / schedule.items - first_part);
     const int place = static_cast<unsigned>(in_section) / parts;
-    const int first = schedule.is_ordered ? schedule.n_blocks - 1 - place : place;
+    const int first = schedule.in_turns ? schedule.n_blocks - 1 - place : place;
     const int last = schedule.n_blocks - 1 - first;
     const int part_of_all = first_part + in_section - place * parts;
     const int batch = static_cast<unsigned>(part_of_all) / schedule.num_parts;
@@ -576,8 +581,9 @@ struct BackwardLoader {
   }
 
  private:
-  // Null where additions have no order.
+  // Null where tiles do not add in turns.
   __device__ __forceinline__ int32_t* turn_of(int batch, int head, int start) const {
+    static_assert(Config::kBlockM % kDeltaRows == 0);  // two blocks of queries do not share a turn
     if (!arguments.turns) return nullptr;
     const int blocks = ceil_div(static_cast<int>(arguments.params.seqlen_q), kDeltaRows);
     const int64_t row = int64_t{batch} * arguments.params.num_heads + head;
@@ -1193,8 +1199,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 inline Fragments dq_sums(const BackwardParams& params) {
   return {params.dq_accum, params.batch, params.num_heads, params.seqlen_q, params.head_dim};
 }
+// Where a kernel that adds dq does so in turns; null: in any order.
 inline int32_t* turns(const BackwardParams& params) {
-  return params.options.deterministic && !params.leaves_dq ? static_cast<int32_t*>(params.dq) : nullptr;
+  return params.options.deterministic ? static_cast<int32_t*>(params.dq) : nullptr;
 }
 inline Fragments dk_parts(const BackwardParams& params) {
   return {params.dk_parts, params.batch, params.num_head_parts, params.seqlen_kv, params.head_dim};
@@ -1208,15 +1215,17 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
   using Element = typename Config::Element;
   const int64_t tiles = ceil_div(params.seqlen_kv, Config::kBlockN) * params.num_head_parts * params.batch;
   if (tiles > std::numeric_limits<int32_t>::max() - context.multiprocessors) return Status::not_served();
-  BackwardArguments arguments{.params = params,
-                              .schedule{params, Config::kBlockN, context.multiprocessors},
-                              .dq_accum = dq_sums(params),
-                              .dk_parts = dk_parts(params),
-                              .dv_parts = dv_parts(params),
-                              .turns = turns(params),
-                              .logit = LogitScale(params),
-                              .pairs = PairOptions(params),
-                              .part_heads = static_cast<int>(params.num_heads / params.num_head_parts)};
+  int32_t* const in_turns = Config::kWithDq ? turns(params) : nullptr;
+  BackwardArguments arguments{
+      .params = params,
+      .schedule{params, Config::kBlockN, context.multiprocessors, in_turns != nullptr},
+      .dq_accum = dq_sums(params),
+      .dk_parts = dk_parts(params),
+      .dv_parts = dv_parts(params),
+      .turns = in_turns,
+      .logit = LogitScale(params),
+      .pairs = PairOptions(params),
+      .part_heads = static_cast<int>(params.num_heads / params.num_head_parts)};
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
   constexpr int kColumns = Config::kRowColumns;
@@ -1259,15 +1268,15 @@ Status backward(const BackwardParams& params, const LaunchContext& context) {
   if (!is_served(params, context) || params.head_dim_v > backward_head_dim_v(kHeadDim))
     return Status::not_served();
   if (kPlanes && !params.planes) return Status::not_served();
-  // Lists do not say how many tiles add to a block of queries.
-  if (params.options.deterministic && !params.leaves_dq && params.hides_pairs()) return Status::not_served();
+  const bool with_dq = !backward_is_split(kHeadDim) && !params.leaves_dq;
+  // Lists do not say how many tiles add to a block of queries, and nobody clears the turns of planes.
+  if (with_dq && turns(params) && (kPlanes || params.hides_pairs())) return Status::not_served();
   auto launch_form = [&]<bool kWithDq>() {
     constexpr PairPolicy kGeneral = kHeadDim <= 128 ? kAnyPairs : kAnyPairsUnstaged;
     return is_general(params)
                ? launch_backward<BackwardConfig<Arithmetic, kHeadDim, kGeneral, kWithDq>>(params, context)
                : launch_backward<BackwardConfig<Arithmetic, kHeadDim, kNoPairs, kWithDq>>(params, context);
   };
-  const bool with_dq = !backward_is_split(kHeadDim) && !params.leaves_dq;
   const int64_t dq_size = with_dq ? dq_sums(params).size() : 0;
   Status status;
   if constexpr (kPlanes) {
@@ -1277,8 +1286,8 @@ Status backward(const BackwardParams& params, const LaunchContext& context) {
     if (status.failed()) return status;
     status = launch_plane_rows(params, context);
   } else {
-    status =
-        launch_delta<Element>(params, with_dq ? params.dq_accum : nullptr, dq_size, context, turns(params));
+    status = launch_delta<Element>(params, with_dq ? params.dq_accum : nullptr, dq_size, context,
+                                   with_dq ? turns(params) : nullptr);
   }
   if (status.failed()) return status;
   if constexpr (!backward_is_split(kHeadDim)) {

@@ -34,6 +34,7 @@ struct NamedBarrier {
 struct Stores {
   std::vector<std::function<void()>> uncommitted;
   std::deque<std::vector<std::function<void()>>> committed;  // groups
+  bool are_done = true;                                      // as far as the thread knows
 };
 
 // The products of a warpgroup. Those of a group end for all of its threads at once, when all have issued
@@ -142,6 +143,7 @@ void begin_store(std::function<void()> store) {
     store = [] {};
   }
   block.stores[threadIdx.x].uncommitted.push_back(std::move(store));
+  block.stores[threadIdx.x].are_done = false;
 }
 
 float to_float(const void* element, bool is_half) {
@@ -331,6 +333,14 @@ void wait_for_stores(int pending_groups) {
   }
 }
 
+void note_stores_are_done() { block.stores[threadIdx.x].are_done = true; }
+
+int64_t arrivals = 0;
+void note_arrival() {
+  if (!block.stores[threadIdx.x].are_done) fail("a block goes on while its stores may be underway");
+  ++arrivals;
+}
+
 void multiply(const Product& product) { open_group(my_warpgroup()).push_back(product); }
 
 void commit_products() {
@@ -349,3 +359,6 @@ void wait_for_products(int pending_groups) {
 }
 
 }  // namespace emulator
+
+// How often threads have told other blocks that they have come so far, in all calls.
+extern "C" int64_t num_arrivals() { return emulator::arrivals; }

@@ -62,6 +62,8 @@ void note_progress();
 // Of hopper.h.
 void begin_hopper_block();
 void end_hopper_block();
+// A thread tells other blocks that it has come so far. Its stores and additions must have ended.
+void note_arrival();
 
 // Publishes a lane's bytes; returns those of all lanes, `stride` bytes apart, once all have come here.
 const std::byte* exchange(const void* mine, int bytes);

@@ -25,6 +25,7 @@ void load_bytes(uint32_t shared, const void* global, uint32_t bytes, uint32_t ba
 void add_floats(float* global, uint32_t shared, uint32_t bytes);
 void commit_stores();
 void wait_for_stores(int pending_groups);  // until all but the last groups have read shared memory
+void note_stores_are_done();               // the thread has waited for all of them to end, too
 
 // d [64, n] = or += a [64, 16] b [16, n], as a lane sees it: d is [n / 8, 4].
 struct Product {

@@ -10,7 +10,10 @@ inline void let_next_grid_start() {}
 inline void wait_for_grid_before() {}
 
 inline constexpr bool kBlocksRunSideBySide = false;
-inline void arrive(int32_t* arrived) { ++*arrived; }
+inline void arrive(int32_t* arrived) {
+  emulator::note_arrival();
+  ++*arrived;
+}
 // Blocks come one after the other, so their turns must, too.
 inline void wait_for_arrivals(const int32_t* arrived, int32_t count) {
   if (*arrived != count) emulator::fail("a block would wait for one that has not begun, or comes too late");

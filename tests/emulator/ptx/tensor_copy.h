@@ -27,7 +27,10 @@ template <int kPending = 0>
 inline void tensor_store_wait_read() {
   emulator::wait_for_stores(kPending);
 }
-inline void tensor_store_wait() { emulator::wait_for_stores(0); }
+inline void tensor_store_wait() {
+  emulator::wait_for_stores(0);
+  emulator::note_stores_are_done();
+}
 inline void async_proxy_fence() {}
 inline void global_proxy_fence() {}
 
