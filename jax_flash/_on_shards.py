@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from ._operands import AXES, POOLED, first_batch_axis, has_keys, is_broadcastabl
 from ._options import AttentionOptions
 from ._passes import Pass, bind, whole_keys
 
+Arrays = dict[str, jax.Array]
+
 
 def bind_on_shards(call: Pass, inner: Primitive, whole_mesh: Mesh | None, *args: jax.Array, **params):
     """Calls `inner` on each device, for the device's part of the batch, the heads and the query rows."""
@@ -26,10 +29,11 @@ def bind_on_shards(call: Pass, inner: Primitive, whole_mesh: Mesh | None, *args:
         name: _expand_mixed_batch_axes(name, x, batch_shape)
         for name, x in call.by_name(args, params["operands"]).items()
     }
-    local_call = functools.partial(bind, call, inner, options=params["options"])
+    on_one_device = functools.partial(bind, call, inner, options=params["options"])
     if _partitioning.CAN_PARTITION:
-        local_call = _partitioned(call, local_call, whole_mesh, arrays, params["options"])
-    results = local_call(arrays)
+        results = _ShardedCall(call, on_one_device, whole_mesh, arrays, params["options"]).bind(arrays)
+    else:
+        results = on_one_device(arrays)
     # Where the bias was expanded, the last batch axis of dbias was too: it is summed over.
     return [
         x if x.shape == shape else jnp.sum(x, first_batch_axis(name) + len(batch_shape) - 1, keepdims=True)
@@ -47,149 +51,199 @@ def _expand_mixed_batch_axes(name: str, x: jax.Array, batch_shape: tuple[int, ..
     return x if math.prod(own) == 1 else jnp.broadcast_to(x, (*before, *batch_shape, *rest))
 
 
-def _partitioned(
-    call: Pass,
-    local_call: Callable,
-    whole_mesh: Mesh | None,
-    arrays: dict[str, jax.Array],
-    options: AttentionOptions,
-) -> Callable:
-    """Makes `local_call` one that XLA partitions over batch axes, heads and query rows, not over keys or head dims.
+class _ShardedCall:
+    """A call that XLA partitions over batch axes, heads and query rows, not over keys or head dims.
 
     A device has the rows of a part of the sequence, and all keys or those that its rows see in a window. It adds a part
     to the gradients that are sums over rows. Or it exchanges its rows for all rows of some heads.
     """
-    *batch_shape, seqlen_q, num_heads, _ = arrays["q"].shape
-    seqlen_kv, num_kv_heads, _ = whole_keys(arrays)[0].shape[-3:]
-    results = zip(call.results, jax.eval_shape(local_call, arrays), strict=True)
-    result_shapes = {name: x.shape for name, x in results}
 
-    def factors(name: str, shape: tuple[int, ...]) -> list[str]:
-        """Names the axes of an array for the sharding rule, in which equal names are sharded alike."""
-        # Query and key heads are one factor where they correspond one to one.
-        axes = AXES[name].replace("k", "n") if num_heads == num_kv_heads else AXES[name]
+    def __init__(
+        self,
+        call: Pass,
+        on_one_device: Callable[[Arrays], list[jax.Array]],
+        whole_mesh: Mesh | None,
+        arrays: Arrays,
+        options: AttentionOptions,
+    ):
+        self.call, self.on_one_device, self.whole_mesh, self.options = (
+            call,
+            on_one_device,
+            whole_mesh,
+            options,
+        )
+        self.names = tuple(arrays)
+        *self.batch_shape, self.seqlen_q, self.num_heads, _ = arrays["q"].shape
+        self.seqlen_kv, self.num_kv_heads, _ = whole_keys(arrays)[0].shape[-3:]
+        results = zip(call.results, jax.eval_shape(on_one_device, arrays), strict=True)
+        self.result_shapes = {name: x.shape for name, x in results}
+        # What the axes of each array are. Axes of one name are sharded alike.
+        self.arg_axes = {name: self._axes(name, x.shape) for name, x in arrays.items()}
+        self.result_axes = {name: self._axes(name, shape) for name, shape in self.result_shapes.items()}
+
+    def _axes(self, name: str, shape: tuple[int, ...]) -> list[str]:
+        # Query and key heads are one axis where they correspond one to one.
+        axes = AXES[name].replace("k", "n") if self.num_heads == self.num_kv_heads else AXES[name]
         if name in POOLED:
             return list(axes)
-        axes = [*(f"b{i}" for i in range(len(batch_shape))), *axes]
+        axes = [*(f"b{i}" for i in range(len(self.batch_shape))), *axes]
         directions = ["directions"] * first_batch_axis(name)
         if not is_broadcastable(name):
             return directions + axes
-        # An axis that is broadcast, or in blocks, has a factor of its own.
-        sizes = (*batch_shape, num_heads, seqlen_q, seqlen_kv)
-        shape = shape[len(directions) :]
+        # An axis that is broadcast, or in blocks, is like no other.
+        sizes = (*self.batch_shape, self.num_heads, self.seqlen_q, self.seqlen_kv)
         return directions + [
             axis if size == full else f"x{name}{i}"
-            for i, (axis, size, full) in enumerate(zip(axes, shape, sizes, strict=True))
+            for i, (axis, size, full) in enumerate(zip(axes, shape[len(directions) :], sizes, strict=True))
         ]
 
-    is_aligned = seqlen_q == seqlen_kv and "query_offset" not in arrays  # query i is where key i is
-    is_uneven = options.reach != (-1, -1) or "query_segment_ids" in arrays  # do some rows see fewer keys?
-    arg_factors = {name: factors(name, x.shape) for name, x in arrays.items()}
-    has_pair_rows = any(is_broadcastable(name) and "t" in own for name, own in arg_factors.items())
-    result_factors = {name: factors(name, shape) for name, shape in result_shapes.items()}
-    by_query_heads = {name: ["n" if x == "k" else x for x in own] for name, own in result_factors.items()}
+    def bind(self, arrays: Arrays) -> list[jax.Array]:
+        rule = [[*group.values()] for group in (self.arg_axes, self.result_axes)]
+        in_order = dict.fromkeys(axis for group in rule for axes in group for axis in axes)
+        partitioned = custom_partitioning(lambda *args: self.on_one_device(self.named(args)))
+        partitioned.def_partition(
+            self._partition,
+            sharding_rule=" -> ".join(", ".join(map(" ".join, group)) for group in rule),
+            need_replication_factors=tuple(
+                x for x in in_order if x[0] not in "btnk"
+            ),  # in order of appearance
+        )
+        return partitioned(*arrays.values())
 
-    def partition(mesh, arg_infos, result_infos):
-        *batch, rows, heads, _ = _divisible_spec(mesh, arg_infos[0])
-        if num_kv_heads % _sharding.num_parts(mesh, heads):
-            heads = None  # a group of query heads and its key head stay on one device
-        num_rows = seqlen_q // _sharding.num_parts(mesh, rows)
-        if num_rows == seqlen_q or ("dropout_seeds" in arrays and num_rows % _dropout.UNIT):
-            rows = None
-        mesh_axes = {f"b{i}": axes for i, axes in enumerate(batch)} | {"t": rows, "n": heads}
-        if whole_mesh and sum(size > 1 for size in mesh.shape.values()) > 1:
-            # Beside manual axes XLA does not say which of several axes partition an array: those named here may be
-            # others of the same sizes. So a device neither asks for its place along them nor adds up parts of others.
-            summed_over = {
-                factor for own in by_query_heads.values() for factor in mesh_axes if factor not in own
-            }
-            mesh_axes |= dict.fromkeys(summed_over | {"t"})
-            rows, heads = mesh_axes["t"], mesh_axes["n"]
-        halo = exchange = None
-        of_keys = [
-            _divisible_spec(mesh, x)[-3] for name, x in zip(arrays, arg_infos, strict=True) if has_keys(name)
-        ]
-        if rows and of_keys and all(_sharding.as_tuple(axes) == _sharding.as_tuple(rows) for axes in of_keys):
-            halo = _halo.of(rows, mesh, seqlen_q, options) if is_aligned else None
-            if not halo and not has_pair_rows:
-                parts = _sharding.num_parts(mesh, heads)
-                exchange = _head_exchange.of(
-                    rows, mesh, num_heads // parts, num_kv_heads // parts, is_uneven=is_uneven
-                )
-        # The device has the keys beside its queries before the call, and their gradients after it.
-        has_own_keys = bool(halo or exchange)
+    def named(self, args: Any) -> dict[str, Any]:
+        return dict(zip(self.names, args, strict=True))
+
+    def _partition(self, mesh: Mesh, arg_infos: Any, result_infos: Any):
+        plan = _Plan(
+            self, mesh, self.named(arg_infos), dict(zip(self.call.results, result_infos, strict=True))
+        )
+        shardings = [*plan.result_shardings.values()], tuple(plan.arg_shardings.values())
+        return self.whole_mesh or mesh, plan.run, *shardings
+
+
+class _Plan:
+    """What each device of a mesh does with its part of every array of a call."""
+
+    def __init__(self, sharded: _ShardedCall, mesh: Mesh, args: dict[str, Any], results: dict[str, Any]):
+        self._sharded = sharded
+        mesh_axes = self._mesh_axes(mesh, args["q"])
+        self._rows = mesh_axes["t"]
+        self._num_rows = sharded.seqlen_q // _sharding.num_parts(mesh, self._rows)
+        self._halo, self._exchange = self._halo_or_exchange(mesh, mesh_axes["n"], args)
 
         # A result that lacks an axis is a sum over it, of which each device has a part. Over query heads that share a
         # key head the kernel sums. A sum may be scattered along the keys.
-        summed, scattered = {}, {}
-        for (name, own), info in zip(by_query_heads.items(), result_infos, strict=True):
-            missing = {factor: axes for factor, axes in mesh_axes.items() if axes and factor not in own}
-            if exchange:
-                missing.pop("t", None)  # a device has all rows
-            summed[name] = [axis for axes in missing.values() for axis in _sharding.as_tuple(axes)]
-            keys = _sharding.as_tuple(dict(zip(own, _divisible_spec(mesh, info), strict=True)).get("s") or ())
-            are_parts = {*keys} <= {*summed[name]} and not (has_own_keys and has_keys(name))
-            scattered[name] = keys if are_parts else ()
+        self._summed, self._scattered = {}, {}
+        for name, axes in sharded.result_axes.items():
+            lacks = {axis for axis, parts in mesh_axes.items() if parts and axis not in _by_query_head(axes)}
+            if self._exchange:
+                lacks.discard("t")  # a device has all rows
+            self._summed[name] = [
+                x for axis in mesh_axes if axis in lacks for x in _sharding.as_tuple(mesh_axes[axis])
+            ]
+            keys = dict(zip(axes, _divisible_spec(mesh, results[name]), strict=True)).get("s") or ()
+            is_sum = {*_sharding.as_tuple(keys)} <= {*self._summed[name]} and not self._has_own_keys(name)
+            self._scattered[name] = _sharding.as_tuple(keys) if is_sum else ()
 
-        def sharding(name: str, own: list[str]) -> NamedSharding:
-            keys = rows if has_own_keys and has_keys(name) else scattered.get(name) or None
-            return NamedSharding(mesh, PartitionSpec(*map((mesh_axes | {"k": heads, "s": keys}).get, own)))
+        def sharding(name: str, axes: list[str]) -> NamedSharding:
+            keys = self._rows if self._has_own_keys(name) else self._scattered.get(name) or None
+            parts = mesh_axes | {"k": mesh_axes["n"], "s": keys}
+            return NamedSharding(mesh, PartitionSpec(*map(parts.get, axes)))
 
-        arg_shardings, result_shardings = (
-            {name: sharding(name, own) for name, own in group.items()}
-            for group in (arg_factors, result_factors)
+        self.arg_shardings = {name: sharding(name, axes) for name, axes in sharded.arg_axes.items()}
+        self.result_shardings = {name: sharding(name, axes) for name, axes in sharded.result_axes.items()}
+
+    def _mesh_axes(self, mesh: Mesh, q: Any) -> dict[str, Any]:
+        """The axes of the mesh that partition batch axes, rows and query heads, as they do those of the queries."""
+        sharded = self._sharded
+        *batch, rows, heads, _ = _divisible_spec(mesh, q)
+        if sharded.num_kv_heads % _sharding.num_parts(mesh, heads):
+            heads = None  # a group of query heads and its key head stay on one device
+        num_rows = sharded.seqlen_q // _sharding.num_parts(mesh, rows)
+        if num_rows == sharded.seqlen_q or ("dropout_seeds" in sharded.arg_axes and num_rows % _dropout.UNIT):
+            rows = None
+        mesh_axes = {f"b{i}": axes for i, axes in enumerate(batch)} | {"t": rows, "n": heads}
+        if sharded.whole_mesh and sum(size > 1 for size in mesh.shape.values()) > 1:
+            # Beside manual axes XLA does not say which of several axes partition an array: those named here may be
+            # others of the same sizes. So a device neither asks for its place along them nor adds up parts of others.
+            of_results = map(_by_query_head, sharded.result_axes.values())
+            summed_over = {axis for axes in of_results for axis in mesh_axes if axis not in axes}
+            mesh_axes |= dict.fromkeys(summed_over | {"t"})
+        return mesh_axes
+
+    def _halo_or_exchange(
+        self, mesh: Mesh, heads: Any, args: dict[str, Any]
+    ) -> tuple[_halo.Halo | None, _head_exchange.HeadExchange | None]:
+        """How devices that have keys beside their queries get what else they need, if not by a gather of the keys."""
+        sharded, rows = self._sharded, _sharding.as_tuple(self._rows)
+        of_keys = [_divisible_spec(mesh, x)[-3] for name, x in args.items() if has_keys(name)]
+        if not self._rows or not of_keys or any(_sharding.as_tuple(axes) != rows for axes in of_keys):
+            return None, None
+        # Query i is where key i is.
+        is_aligned = sharded.seqlen_q == sharded.seqlen_kv and "query_offset" not in args
+        halo = _halo.of(self._rows, mesh, sharded.seqlen_q, sharded.options) if is_aligned else None
+        if halo or any(is_broadcastable(name) and "t" in axes for name, axes in sharded.arg_axes.items()):
+            return halo, None
+        num_parts = _sharding.num_parts(mesh, heads)
+        exchange = _head_exchange.of(
+            self._rows,
+            mesh,
+            sharded.num_heads // num_parts,
+            sharded.num_kv_heads // num_parts,
+            is_uneven=sharded.options.reach != (-1, -1) or "query_segment_ids" in args,
         )
+        return None, exchange
 
-        def call_and_sum(*args: jax.Array) -> list[jax.Array]:
-            part = dict(zip(arrays, args, strict=True))
-            with no_mesh():
-                if exchange:
-                    part = {
-                        name: exchange.to_heads(x, arg_factors[name], _rows(name)) for name, x in part.items()
-                    }
-                elif rows:
-                    row = jax.lax.axis_index(rows) * num_rows
-                    needs_offset = _subsequence.needs_offset(part, options)
-                    part = _subsequence.at(part, row, 0, with_offset=needs_offset)
-                if halo:
-                    part |= {name: halo.gather(x) for name, x in part.items() if has_keys(name)}
-                results = dict(zip(call.results, local_call(part), strict=True))
-                if exchange:
-                    results = {
-                        name: exchange.to_rows(x, result_factors[name], _rows(name))
-                        for name, x in results.items()
-                    }
-                return [sum_of_parts(name, x) for name, x in results.items()]
+    def _has_own_keys(self, name: str) -> bool:
+        """Whether a device has the array's keys that are beside its queries, before or after the call."""
+        return has_keys(name) and bool(self._halo or self._exchange)
 
-        def sum_of_parts(name: str, x: jax.Array) -> jax.Array:
-            if not summed[name]:
-                return x
-            if halo and has_keys(name):
-                return halo.sum_parts(x)
-            if is_broadcastable(name) and rows and "t" not in result_factors[name]:
-                x = jnp.sum(x, -2, keepdims=True)  # the blocks of the device's rows
-            keys = result_factors[name].index("s") if scattered[name] else None
-            x = sum_over_devices(x, summed[name], scattered[name], keys)
-            # dbias: the caller sums over the axes that lack elements, so zeros do not matter.
-            shape = result_shardings[name].shard_shape(result_shapes[name])
-            return jnp.pad(x, [(0, whole - own) for whole, own in zip(shape, x.shape, strict=True)])
+    def run(self, *args: jax.Array) -> list[jax.Array]:
+        """The device's part of the results, from its part of the arguments."""
+        sharded, exchange = self._sharded, self._exchange
+        part = sharded.named(args)
+        with no_mesh():
+            if exchange:
+                part = {
+                    name: exchange.to_heads(x, sharded.arg_axes[name], _rows(name))
+                    for name, x in part.items()
+                }
+            elif self._rows:
+                row = jax.lax.axis_index(self._rows) * self._num_rows
+                needs_offset = _subsequence.needs_offset(part, sharded.options)
+                part = _subsequence.at(part, row, 0, with_offset=needs_offset)
+            if self._halo:
+                part |= {name: self._halo.gather(x) for name, x in part.items() if has_keys(name)}
+            results = dict(zip(sharded.call.results, sharded.on_one_device(part), strict=True))
+            if exchange:
+                results = {
+                    name: exchange.to_rows(x, sharded.result_axes[name], _rows(name))
+                    for name, x in results.items()
+                }
+            return [self._sum_of_parts(name, x) for name, x in results.items()]
 
-        return whole_mesh or mesh, call_and_sum, [*result_shardings.values()], tuple(arg_shardings.values())
-
-    rule = [[*group.values()] for group in (arg_factors, result_factors)]
-    in_order = dict.fromkeys(factor for group in rule for axes in group for factor in axes)
-    partitioned = custom_partitioning(lambda *args: local_call(dict(zip(arrays, args, strict=True))))
-    partitioned.def_partition(
-        partition,
-        sharding_rule=" -> ".join(", ".join(map(" ".join, group)) for group in rule),
-        need_replication_factors=tuple(x for x in in_order if x[0] not in "btnk"),  # in order of appearance
-    )
-    return lambda arrays: partitioned(*arrays.values())
+    def _sum_of_parts(self, name: str, x: jax.Array) -> jax.Array:
+        sharded, axes = self._sharded, self._sharded.result_axes[name]
+        if not self._summed[name]:
+            return x
+        if self._halo and has_keys(name):
+            return self._halo.sum_parts(x)
+        if is_broadcastable(name) and self._rows and "t" not in axes:
+            x = jnp.sum(x, -2, keepdims=True)  # the blocks of the device's rows
+        keys = axes.index("s") if self._scattered[name] else None
+        x = sum_over_devices(x, self._summed[name], self._scattered[name], keys)
+        # dbias: the caller sums over the axes that lack elements, so zeros do not matter.
+        shape = self.result_shardings[name].shard_shape(sharded.result_shapes[name])
+        return jnp.pad(x, [(0, whole - own) for whole, own in zip(shape, x.shape, strict=True)])
 
 
 def _rows(name: str) -> str:
     """The axis along which an array is sharded with the sequence, if it has that axis."""
     return "s" if has_keys(name) else "t"
+
+
+def _by_query_head(axes: list[str]) -> list[str]:
+    return ["n" if axis == "k" else axis for axis in axes]
 
 
 def sum_over_devices(x: jax.Array, axes: list, scattered: tuple, axis: int | None) -> jax.Array:
