@@ -3,7 +3,7 @@
     python benchmarks/context_parallel_model.py  # the tables of docs/long_context.md
 
 It is a model: kernels, memory and links are a few numbers each, and nothing disturbs anything else. Its time on one
-GPU is within a tenth of what was measured on an H200. Several GPUs have not been measured yet.
+GPU is within a tenth of what was measured on an H200; for two GPUs, docs/long_context.md has both.
 `context_parallel.py` measures the GPUs of one host and prints its predictions beside the times.
 
 Which chunks meet in which step of a ring, which keys a window moves, and which calls are divided by heads, is asked of
@@ -276,9 +276,10 @@ def of_sharded_jit(attention: Attention, num_devices: int) -> str:
     reach = attention.options.reach
     if min(reach) >= 0 and sum(reach) < attention.length * (num_devices - 1) // num_devices:
         return "window"
-    is_uneven = reach != (-1, -1) or attention.segments is not None
-    heads = attention.num_heads, attention.num_kv_heads
-    return "by heads" if _head_exchange.pays(num_devices, *heads, is_uneven=is_uneven) else "gathered"
+    lengths, heads = (attention.length, attention.length), (attention.num_heads, attention.num_kv_heads)
+    has_segments = attention.segments is not None
+    uneven_keys = _head_exchange.uneven_keys(attention.length, attention.options, has_segments)
+    return "by heads" if _head_exchange.pays(num_devices, lengths, heads, uneven_keys) else "gathered"
 
 
 def sharded_jit(machine: Machine, attention: Attention, num_devices: int) -> Prediction:

@@ -16,6 +16,12 @@ from jax import lax
 from jax.sharding import Mesh
 
 from . import _sharding
+from ._options import AttentionOptions
+
+# To move a row of a head over NVLink takes an H200 as long as to compute it with so many keys.
+_KEYS_OF_A_ROW = 3000
+# How many sequences a row with segment ids is assumed to pack.
+_SEGMENTS_OF_A_ROW = 16
 
 
 class HeadExchange(NamedTuple):
@@ -53,7 +59,7 @@ class HeadExchange(NamedTuple):
         x = lax.all_to_all(x, self.axes, split_axis=axes.index(rows), concat_axis=heads, tiled=True)
         if (copies := self._copies(rows)) == 1:
             return x
-        copied = x.reshape(*x.shape[:heads], -1, copies, *x.shape[heads + 1 :])
+        copied = x.reshape(*x.shape[:heads], x.shape[heads] // copies, copies, *x.shape[heads + 1 :])
         return jnp.sum(copied, heads + 1, jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
 
     def _copies(self, rows: str) -> int:
@@ -62,30 +68,45 @@ class HeadExchange(NamedTuple):
 
 
 def of(
-    axes: str | tuple[str, ...], mesh: Mesh, num_heads: int, num_kv_heads: int, *, is_uneven: bool
+    axes: str | tuple[str, ...],
+    mesh: Mesh,
+    lengths: tuple[int, int],
+    heads: tuple[int, int],
+    uneven_keys: float,
 ) -> HeadExchange | None:
     """The exchange of a sequence of queries and keys, both sharded over these axes of the mesh, where it pays.
 
     None, too, if the axes are not in the order of the mesh. For the other arguments see `pays`.
     """
     num_devices = _sharding.num_parts(mesh, axes)
-    is_taken = pays(num_devices, num_heads, num_kv_heads, is_uneven=is_uneven)
-    return (
-        HeadExchange(axes, num_devices, num_kv_heads)
-        if is_taken and _sharding.are_in_order(axes, mesh)
-        else None
-    )
+    if not pays(num_devices, lengths, heads, uneven_keys) or not _sharding.are_in_order(axes, mesh):
+        return None
+    return HeadExchange(axes, num_devices, heads[1])
 
 
-def pays(num_devices: int, num_heads: int, num_kv_heads: int, *, is_uneven: bool) -> bool:
-    """Whether heads divide over devices that have `num_heads` and `num_kv_heads` of each row, and should be.
+def pays(num_devices: int, lengths: tuple[int, int], heads: tuple[int, int], uneven_keys: float) -> bool:
+    """Whether heads divide over the devices, and dividing them is faster than gathering the keys on each.
 
-    They should if the devices would have unequally much to do with their rows and all keys, or if no more moves than in
-    a gather of the keys and a sum of their gradients.
+    It is if no more moves, or if what moves more takes less time than rows that see unequally many keys.
+
+    Args:
+      lengths: of the sequences of queries and keys.
+      heads: the numbers of query and key heads that a device has of each row.
+      uneven_keys: how many keys rows see at most, where some see fewer; 0 where all see as many.
     """
-    of_keys = num_kv_heads % num_devices == 0 or num_devices % num_kv_heads == 0
-    moves_less = num_heads + max(num_kv_heads, num_devices) <= num_devices * num_kv_heads
-    return num_heads % num_devices == 0 and of_keys and (is_uneven or moves_less)
+    (seqlen_q, seqlen_kv), (num_heads, num_kv_heads) = lengths, heads
+    divide = num_heads % num_devices == 0 and num_kv_heads > 0
+    divide = divide and (num_kv_heads % num_devices == 0 or num_devices % num_kv_heads == 0)
+    moved = seqlen_q * num_heads + seqlen_kv * max(num_kv_heads, num_devices)
+    gathered = num_devices * seqlen_kv * num_kv_heads
+    return divide and (moved - gathered) * _KEYS_OF_A_ROW <= seqlen_q * num_heads * uneven_keys
+
+
+def uneven_keys(seqlen_kv: int, options: AttentionOptions, has_segments: bool) -> float:
+    """The argument of `pays`. Lengths of sequences may be anything, and do not count."""
+    if has_segments:
+        return seqlen_kv / _SEGMENTS_OF_A_ROW
+    return 0 if options.reach == (-1, -1) else seqlen_kv
 
 
 def _heads(axes: Sequence[str]) -> int | None:

@@ -127,9 +127,11 @@ class _Plan:
     def __init__(self, sharded: _ShardedCall, mesh: Mesh, args: dict[str, Any], results: dict[str, Any]):
         self._sharded = sharded
         mesh_axes = self._mesh_axes(mesh, args["q"])
+        self._halo, self._exchange = self._halo_or_exchange(mesh, mesh_axes, args)
+        self._num_rows = sharded.seqlen_q // _sharding.num_parts(mesh, mesh_axes["t"])
+        if "dropout_seeds" in args and self._num_rows % _dropout.UNIT and not self._exchange:
+            mesh_axes["t"] = self._halo = None  # each device has all rows
         self._rows = mesh_axes["t"]
-        self._num_rows = sharded.seqlen_q // _sharding.num_parts(mesh, self._rows)
-        self._halo, self._exchange = self._halo_or_exchange(mesh, mesh_axes["n"], args)
 
         # A result that lacks an axis is a sum over it, of which each device has a part. Over query heads that share a
         # key head the kernel sums. A sum may be scattered along the keys.
@@ -159,8 +161,7 @@ class _Plan:
         *batch, rows, heads, _ = _divisible_spec(mesh, q)
         if sharded.num_kv_heads % _sharding.num_parts(mesh, heads):
             heads = None  # a group of query heads and its key head stay on one device
-        num_rows = sharded.seqlen_q // _sharding.num_parts(mesh, rows)
-        if num_rows == sharded.seqlen_q or ("dropout_seeds" in sharded.arg_axes and num_rows % _dropout.UNIT):
+        if sharded.seqlen_q // _sharding.num_parts(mesh, rows) == sharded.seqlen_q:
             rows = None
         mesh_axes = {f"b{i}": axes for i, axes in enumerate(batch)} | {"t": rows, "n": heads}
         if sharded.whole_mesh and sum(size > 1 for size in mesh.shape.values()) > 1:
@@ -172,27 +173,26 @@ class _Plan:
         return mesh_axes
 
     def _halo_or_exchange(
-        self, mesh: Mesh, heads: Any, args: dict[str, Any]
+        self, mesh: Mesh, mesh_axes: dict[str, Any], args: dict[str, Any]
     ) -> tuple[_halo.Halo | None, _head_exchange.HeadExchange | None]:
         """How devices that have keys beside their queries get what else they need, if not by a gather of the keys."""
-        sharded, rows = self._sharded, _sharding.as_tuple(self._rows)
-        of_keys = [_divisible_spec(mesh, x)[-3] for name, x in args.items() if has_keys(name)]
-        if not self._rows or not of_keys or any(_sharding.as_tuple(axes) != rows for axes in of_keys):
+        sharded, rows = self._sharded, mesh_axes["t"]
+        of_keys = {
+            _sharding.as_tuple(_divisible_spec(mesh, x)[-3]) for name, x in args.items() if has_keys(name)
+        }
+        if not rows or of_keys != {_sharding.as_tuple(rows)}:
             return None, None
+        lengths = sharded.seqlen_q, sharded.seqlen_kv
         # Query i is where key i is.
-        is_aligned = sharded.seqlen_q == sharded.seqlen_kv and "query_offset" not in args
-        halo = _halo.of(self._rows, mesh, sharded.seqlen_q, sharded.options) if is_aligned else None
-        if halo or any(is_broadcastable(name) and "t" in axes for name, axes in sharded.arg_axes.items()):
+        is_aligned = lengths[0] == lengths[1] and "query_offset" not in args
+        halo = _halo.of(rows, mesh, lengths[0], sharded.options) if is_aligned else None
+        has_pair_rows = any(is_broadcastable(name) and "t" in axes for name, axes in sharded.arg_axes.items())
+        if halo or has_pair_rows:
             return halo, None
-        num_parts = _sharding.num_parts(mesh, heads)
-        exchange = _head_exchange.of(
-            self._rows,
-            mesh,
-            sharded.num_heads // num_parts,
-            sharded.num_kv_heads // num_parts,
-            is_uneven=sharded.options.reach != (-1, -1) or "query_segment_ids" in args,
-        )
-        return None, exchange
+        parts = _sharding.num_parts(mesh, mesh_axes["n"])
+        heads = sharded.num_heads // parts, sharded.num_kv_heads // parts
+        uneven_keys = _head_exchange.uneven_keys(lengths[1], sharded.options, "query_segment_ids" in args)
+        return None, _head_exchange.of(rows, mesh, lengths, heads, uneven_keys)
 
     def _has_own_keys(self, name: str) -> bool:
         """Whether a device has the array's keys that are beside its queries, before or after the call."""
@@ -215,30 +215,29 @@ class _Plan:
             if self._halo:
                 part |= {name: self._halo.gather(x) for name, x in part.items() if has_keys(name)}
             results = dict(zip(sharded.call.results, sharded.on_one_device(part), strict=True))
-            if exchange:
-                results = {
-                    name: exchange.to_rows(x, sharded.result_axes[name], _rows(name))
-                    for name, x in results.items()
-                }
-            return [self._sum_of_parts(name, x) for name, x in results.items()]
+            return [self._own_part(name, x) for name, x in results.items()]
 
-    def _sum_of_parts(self, name: str, x: jax.Array) -> jax.Array:
-        sharded, axes = self._sharded, self._sharded.result_axes[name]
-        if not self._summed[name]:
-            return x
+    def _own_part(self, name: str, x: jax.Array) -> jax.Array:
+        """The device's part of a result, from what it has computed."""
+        axes = self._sharded.result_axes[name]
         if self._halo and has_keys(name):
             return self._halo.sum_parts(x)
         if is_broadcastable(name) and self._rows and "t" not in axes:
             x = jnp.sum(x, -2, keepdims=True)  # the blocks of the device's rows
-        keys = axes.index("s") if self._scattered[name] else None
-        x = sum_over_devices(x, self._summed[name], self._scattered[name], keys)
+        if self._exchange:
+            x = self._exchange.to_rows(x, axes, _rows(name))
+        if self._summed[name]:
+            keys = axes.index("s") if self._scattered[name] else None
+            x = sum_over_devices(x, self._summed[name], self._scattered[name], keys)
+        shape = self.result_shardings[name].shard_shape(self._sharded.result_shapes[name])
+        if x.shape == shape:
+            return x
         # dbias: the caller sums over the axes that lack elements, so zeros do not matter.
-        shape = self.result_shardings[name].shard_shape(sharded.result_shapes[name])
         return jnp.pad(x, [(0, whole - own) for whole, own in zip(shape, x.shape, strict=True)])
 
 
 def _rows(name: str) -> str:
-    """The axis along which an array is sharded with the sequence, if it has that axis."""
+    """The letter of an array's rows, which are sharded with the sequence, whether it has rows or not."""
     return "s" if has_keys(name) else "t"
 
 

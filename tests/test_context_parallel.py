@@ -21,6 +21,8 @@ from strategies import SHARDED_JIT, STRATEGIES, fitted, run
 
 import jax_flash
 
+pytestmark = pytest.mark.usefixtures("free_exchange")
+
 
 def check(case: Case, number: int, strategy: str, platform: str, **more: Any) -> None:
     """Compares the results and all gradients with exact ones, in the platform's most exact arithmetic."""
@@ -88,7 +90,7 @@ def random_case(seed: int, number: int) -> tuple[Case, str, dict[str, Any]]:
     rng = random.Random(seed)
     strategy = rng.choice(STRATEGIES)
     batch = rng.choice((1, 2))
-    num_heads, num_kv_heads = rng.choice(((1, 1), (2, 2), (4, 2), (3, 1)))
+    num_heads, num_kv_heads = rng.choice(((1, 1), (2, 2), (4, 2), (3, 1), (8, 8), (8, 2)))
     unit = number * (2 if strategy == "zigzag" else 1)
     has_dropout = rng.random() < 0.2
     lengths = [rng.randrange(1, 2 if has_dropout else 6) for _ in "TS"]

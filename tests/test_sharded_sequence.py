@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 from strategies import OF_SEQUENCES, ROWS, collectives, put, run_jit
 
 import jax_flash
-from jax_flash import _on_shards
+from jax_flash import _head_exchange, _on_shards
+from jax_flash._options import AttentionOptions
 
 WHOLE = P(None, None, None, None)
 
@@ -302,7 +303,7 @@ def of_heads(num_heads: int, num_kv_heads: int) -> list[np.ndarray]:
         unpack=True,
     ),
 )
-def test_heads_are_exchanged(heads, options, axis_type):
+def test_heads_are_exchanged(heads, options, axis_type, free_exchange):
     """During a call a device has all rows of some heads, so dk and dv are sums only where devices share a key head."""
     static, differentiable = options
     args = of_heads(*heads)
@@ -326,29 +327,92 @@ def test_heads_are_exchanged(heads, options, axis_type):
     assert kinds_of_wide(collectives(compiled.as_text())) == {"all-to-all"}
 
 
-# Which calls are divided by heads: arguments, and the heads of queries and of keys.
-_CHOICES = {
+# Which calls may be divided by heads: arguments, and the heads of queries and of keys.
+_MAY_BE_DIVIDED = {
     "causal": (dict(is_causal=True), (8, 2), True),
     "segments": (dict(segment_ids=(ids(T), ids(S))), (8, 2), True),
-    "more would move": ({}, (8, 2), False),
-    "as much would move": ({}, (12, 4), True),
     "heads that do not divide": (dict(is_causal=True), (6, 3), False),
-    "key heads that do not divide": (dict(is_causal=True), (12, 6), False),
     "mask of rows": (dict(is_causal=True, mask=mask(T, S)), (8, 4), False),
     "bias of rows": (dict(is_causal=True, bias=random(T, 1)), (8, 4), False),
     "mask of keys": (dict(is_causal=True, mask=mask(B, 1, 1, S)), (8, 4), True),
 }
 
 
-@pytest.mark.parametrize(("static", "heads", "is_divided"), _CHOICES.values(), ids=_CHOICES.keys())
-def test_which_calls_are_divided_by_heads(static, heads, is_divided):
+@pytest.mark.parametrize(
+    ("static", "heads", "is_divided"), _MAY_BE_DIVIDED.values(), ids=_MAY_BE_DIVIDED.keys()
+)
+def test_which_calls_are_divided_by_heads(static, heads, is_divided, free_exchange):
     f = jax.jit(functools.partial(jax_flash.flash_attention, **static))
     moved = collectives(f.lower(*put(mesh_of(NUMBER), ROWS, *of_heads(*heads))).compile().as_text())
     assert kinds_of_wide(moved) == ({"all-to-all"} if is_divided else {"all-gather"})
 
 
+# The number of devices, lengths, heads, options, whether there are segments, and whether heads are exchanged.
+_PAYS = {
+    "causal": (8, (131072, 131072), (32, 8), dict(is_causal=True), False, True),
+    "causal, from some thousand tokens on": (2, (4096, 4096), (32, 8), dict(is_causal=True), False, True),
+    "causal, short": (2, (2048, 2048), (32, 8), dict(is_causal=True), False, False),
+    "causal, short, a key head for each query head": (
+        2,
+        (128, 128),
+        (8, 8),
+        dict(is_causal=True),
+        False,
+        True,
+    ),
+    "causal, one key head": (16, (2048, 2048), (32, 1), dict(is_causal=True), False, False),
+    "a window without a limit on one side": (
+        2,
+        (8192, 8192),
+        (32, 8),
+        dict(local_window_size=(None, 5)),
+        False,
+        True,
+    ),
+    "long segments": (2, (131072, 131072), (48, 6), {}, True, True),
+    "short segments": (2, (8192, 8192), (32, 8), dict(is_causal=True), True, False),
+    "as much moves": (4, (64, 64), (12, 4), {}, False, True),
+    "more moves": (4, (64, 64), (8, 2), {}, False, False),
+    "few keys": (8, (4096, 64), (8, 8), {}, False, False),
+    "few keys, causal": (8, (4096, 64), (8, 1), dict(is_causal=True), False, False),
+    "few queries": (8, (8, 4096), (8, 8), {}, False, True),
+    "heads do not divide": (4, (8192, 8192), (6, 3), dict(is_causal=True), False, False),
+    "key heads do not divide": (4, (8192, 8192), (12, 6), dict(is_causal=True), False, False),
+}
+
+
+@pytest.mark.parametrize(
+    ("number", "lengths", "heads", "options", "has_segments", "pays"), _PAYS.values(), ids=_PAYS.keys()
+)
+def test_when_an_exchange_of_heads_pays(number, lengths, heads, options, has_segments, pays):
+    options = AttentionOptions.resolve(64, **options)
+    uneven_keys = _head_exchange.uneven_keys(lengths[1], options, has_segments)
+    assert _head_exchange.pays(number, lengths, heads, uneven_keys) == pays
+
+
+def test_sums_of_a_bias_are_added_up_before_they_move():
+    """The kernels sum its gradient over blocks of 64 rows."""
+    q, k, v = (random(B, 256, 8, H, seed=i) for i in range(3))
+    bias = random(8, 1, 256)
+    f = jax.jit(jax.grad(lambda *args: jnp.sum(attend(*args[:3], {}, dict(bias=args[3]))[0]), (0, 3)))
+    placed = *put(mesh_of(NUMBER), ROWS, q, k, v), bias
+    compiled = f.lower(*placed).compile()
+    assert_like_one_device((None, None, *compiled(*placed)), (None, None, *f(q, k, v, bias)))
+    moved = collectives(compiled.as_text())
+    assert {shape[-2:] for kind, shape in moved if kind == "all-gather"} == {(1, 256)}
+
+
+def test_dropout_by_heads_takes_shards_of_any_length(free_exchange):
+    q, k, v = random(B, 72, 8, H), *of_heads(8, 8)[1:]
+    f = jax.jit(lambda *args: attend(*args, OPTIONS["dropout"][0], {}))
+    placed = put(mesh_of(NUMBER), ROWS, q, k, v)
+    compiled = f.lower(*placed).compile()
+    assert_like_one_device(compiled(*placed), f(q, k, v))
+    assert kinds_of_wide(collectives(compiled.as_text())) == {"all-to-all"}
+
+
 @pytest.mark.parametrize("derivative", quick.rows(DERIVATIVES, ["of a tangent"]))
-def test_heads_are_exchanged_for_other_derivatives(derivative):
+def test_heads_are_exchanged_for_other_derivatives(derivative, free_exchange):
     static = OPTIONS["lengths"][0] | dict(is_causal=True)
     differentiable = dict(bias=random(4, 1, S, seed=5), sinks=random(4, seed=6), scale=np.float32(0.3))
     args = (*of_heads(4, 2), jax.tree.map(jnp.asarray, differentiable))
