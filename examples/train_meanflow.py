@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-import jax_flash.flax
+import jax_flash
 
 Attention = Callable[..., jax.Array]
 

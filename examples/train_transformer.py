@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-import jax_flash.flax
+import jax_flash
 
 VOCABULARY = 256  # bytes
 

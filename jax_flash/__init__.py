@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from . import flax as flax  # does not import flax itself
 from ._alibi import Alibi as Alibi
 from ._attention import dot_product_attention as dot_product_attention
 from ._attention import flash_attention as flash_attention

@@ -20,6 +20,7 @@ from ._alibi import Alibi
 from ._options import describe, static_int
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+_INT32 = np.iinfo(np.int32)
 _MAX_CUDA_HEAD_DIM = 256
 # Compute capabilities whose blocks have 99 KB of shared memory, and the largest head dim whose tiles fit there.
 _SMALL_GPUS = ("8.6", "8.9", "12.0", "12.1")
@@ -112,10 +113,11 @@ def check_scale_array(scale: Any) -> jax.Array | None:
     if not (isinstance(scale, jax.Array | np.ndarray) or hasattr(scale, "__jax_array__")):
         return None
     scale = jnp.asarray(scale)
-    if scale.ndim or not (
-        jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
-    ):
-        raise TypeError(f"scale must be a real number or a scalar array of one, got {describe(scale)}.")
+    message = f"scale must be a real number or a scalar array of one, got {describe(scale)}."
+    if not (jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)):
+        raise TypeError(message)
+    if scale.ndim:
+        raise ValueError(message)
     return scale.astype(jnp.promote_types(scale.dtype, jnp.float32))
 
 
@@ -255,14 +257,17 @@ def as_array(name: str, x: Any) -> jax.Array:
 
 def _int32(name: str, value: Any) -> int:
     number = static_int(name, value)
-    if not -(2**31) <= number < 2**31:
+    if not _INT32.min <= number <= _INT32.max:
         raise ValueError(f"{name} must fit in int32, got {number}.")
     return number
 
 
 def _int32_per_batch(name: str, x: Any, batch: int | None, *, allow_scalar: bool) -> jax.Array:
-    x = as_array(name, x)
+    given, x = x, as_array(name, x)
     size = 1 if batch is None else batch
+    is_integer = isinstance(given, np.ndarray | np.generic) and given.dtype.kind in "iu"
+    if is_integer and np.any((given < _INT32.min) | (given > _INT32.max)):
+        raise ValueError(f"{name} must fit in int32, got {given}.")  # JAX would wrap it around
     if x.dtype != jnp.int32:
         raise TypeError(f"{name} must be int32, got {x.dtype}.")
     if x.shape != (size,) and not (allow_scalar and x.ndim == 0):

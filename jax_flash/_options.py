@@ -13,6 +13,11 @@ import numpy as np
 # Wider than any sequence, and still far from overflowing the kernels' 64-bit index arithmetic.
 _WIDEST_WINDOW = 2**31 - 1
 
+_SMALLEST_SOFT_CAP = 2.0**-126  # of the normal float32 numbers
+# Logits that such a cap would change are far beyond the float32 numbers that differ from their neighbors by less than
+# 1; and logits / cap would not be a float32.
+_NO_SOFT_CAP = 1e30
+
 # The precision of a float32 product by each dot algorithm, as a level of jax.lax.Precision (0, 1, 2).
 # Unlisted algorithms round float32 operands once: level 0.
 _ALGORITHM_LEVELS = {
@@ -98,9 +103,13 @@ def static_float(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         or_array = " or a scalar array" if name == "scale" else ""
         raise TypeError(f"{name} must be a Python or NumPy number{or_array}, got {describe(value)}.")
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {value}.")
-    return float(value)
+    return number
 
 
 def describe(value: Any) -> str:
@@ -137,7 +146,11 @@ def _soft_cap(cap: Any) -> float:
     cap = static_float("logits_soft_cap", cap)
     if cap <= 0:
         raise ValueError(f"logits_soft_cap must be > 0 (None means no cap), got {cap}.")
-    return cap
+    if cap < _SMALLEST_SOFT_CAP:
+        raise ValueError(
+            f"logits_soft_cap must be at least {_SMALLEST_SOFT_CAP:.5g}, the smallest normal float32, got {cap}."
+        )
+    return 0.0 if cap >= _NO_SOFT_CAP else cap
 
 
 def _dropout_rate(rate: Any) -> float:

@@ -73,15 +73,17 @@ def attention(
     if sinks is not None:
         maximum = jnp.maximum(maximum, sinks)
     maximum = lax.stop_gradient(jnp.where(maximum == -jnp.inf, 0, maximum))
-    weights = jnp.where(visible, jnp.exp(logits - maximum), 0)
+    # Where no key is visible, a sink may be NaN or infinite, and neither out nor gradients show it.
+    weights = jnp.exp(jnp.where(visible, logits - maximum, -jnp.inf))
     total = weights.sum(-1, keepdims=True)
     if sinks is not None:
-        total += jnp.exp(sinks - maximum)
+        is_alone = ~jnp.any(visible, -1, keepdims=True)
+        total += jnp.exp(jnp.where(is_alone & (sinks == jnp.inf), 0, sinks - maximum))
     is_empty = total == 0
     safe_total = jnp.where(is_empty, 1, total)
     lse = jnp.where(is_empty, -jnp.inf, maximum + jnp.log(safe_total))
 
-    probabilities = weights / safe_total
+    probabilities = jnp.where(visible, weights / safe_total, 0)
     if options.dropout_rate:
         keep = _dropout.keep(operands["dropout_seeds"], options.dropout_rate, seqlen_q, seqlen_kv)
         probabilities = jnp.where(keep, probabilities / (1 - options.dropout_rate), 0)

@@ -169,6 +169,8 @@ def axis_size(axis_name: Any) -> int:
     names = _sharding.as_tuple(axis_name)
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"axis_name must be a str or a tuple of them, got {describe(axis_name)}.")
+    if not names:
+        raise ValueError(f"axis_name must name a mesh axis, got {axis_name!r}.")
     try:
         size = lax.axis_size(axis_name)
     except NameError:

@@ -86,11 +86,18 @@ CALLS = {
     "offsets of another batch": (dict(query_offset=i32(3)), ValueError, "query_offset", "[2]", "[3]"),
     "string as offset": (dict(query_offset="end"), TypeError, "query_offset", "int", "'end'"),
     "offset beyond int32": (dict(query_offset=2**31), ValueError, "query_offset", "int32", "2147483648"),
+    "offsets beyond int32": (
+        dict(query_offset=np.array([2**32, 0])), ValueError, "query_offset", "int32", "4294967296",
+    ),
+    "lengths beyond int32": (
+        dict(query_seq_lengths=np.array([2**32 + 3, 1])), ValueError, "query_seq_lengths", "int32", "4294967299",
+    ),
     # Options
     "scale is a string": (dict(scale="1"), TypeError, "scale", "number", "str"),
     "scale is NaN": (dict(scale=float("nan")), ValueError, "scale", "finite", "nan"),
     "scale is infinite": (dict(scale=float("inf")), ValueError, "scale", "finite", "inf"),
-    "scale is an array": (dict(scale=f32(2)), TypeError, "scale", "number", "array"),
+    "scale is an array": (dict(scale=f32(2)), ValueError, "scale", "scalar", "(2,)"),
+    "scale beyond float": (dict(scale=10**400), ValueError, "scale", "finite", "1000"),
     "scale is a bool array": (dict(scale=boolean()), TypeError, "scale", "number", "bool"),
     "query_offset is a list": (dict(query_offset=[1, 2]), TypeError, "query_offset", "int32", "[B]", "[1, 2]"),
     "is_causal is an int": (dict(is_causal=1), TypeError, "is_causal", "bool", "1"),
@@ -105,6 +112,7 @@ CALLS = {
     "window of bools": (dict(local_window_size=(True, 1)), TypeError, "local_window_size", "int", "True"),
     "cap 0": (dict(logits_soft_cap=0.0), ValueError, "logits_soft_cap", "> 0", "0.0"),
     "cap negative": (dict(logits_soft_cap=-5), ValueError, "logits_soft_cap", "> 0", "-5"),
+    "cap below float32": (dict(logits_soft_cap=1e-38), ValueError, "logits_soft_cap", "float32", "1e-38"),
     "cap is NaN": (dict(logits_soft_cap=float("nan")), ValueError, "logits_soft_cap", "finite", "nan"),
     "cap is infinite": (dict(logits_soft_cap=float("inf")), ValueError, "logits_soft_cap", "finite", "inf"),
     "precision unknown": (dict(precision="exact"), ValueError, "precision", "highest", "'exact'"),

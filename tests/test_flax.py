@@ -15,7 +15,6 @@ from flax import linen, nnx
 from jax.test_util import check_grads
 
 import jax_flash
-import jax_flash.flax
 
 attention_fn = jax_flash.flax.attention_fn
 X = np.random.default_rng(0).standard_normal((2, 7, 12)).astype(np.float32)

@@ -30,6 +30,11 @@ compiles = pytest.mark.skipif(
 )
 
 
+def test_the_adapter_for_flax_is_there_without_flax():
+    script = "import sys, jax_flash; jax_flash.flax.attention_fn; assert 'flax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 @pytest.fixture
 def backend(monkeypatch, tmp_path):
     """The build backend on a machine with neither driver nor nvcc, and with an empty build folder."""

@@ -100,6 +100,18 @@ def attributes(**options) -> str:
     return f.lower(*qkv()).as_text()
 
 
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("cap", [1.2e-38, 1e-30, 1e37, 1e300])
+def test_extreme_soft_caps(cap, implementation, platform):
+    """The smallest makes all keys equal; beyond any logit there is no cap."""
+    q, k, v = (np.random.default_rng(i).standard_normal((1, 20, 2, 16)).astype(np.float32) for i in range(3))
+    call = functools.partial(jax_flash.flash_attention, precision="highest", implementation=implementation)
+    (out, vjp) = jax.vjp(lambda *x: call(*x, logits_soft_cap=cap), q, k, v)
+    want = call(q, k, v) if cap > 1 else jnp.broadcast_to(v.mean(1, keepdims=True), v.shape)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+    assert all(jnp.all(jnp.isfinite(x)) for x in vjp(out))
+
+
 def test_deterministic_chooses_another_backward(platform):
     assert attributes(deterministic=True) != attributes(deterministic=False)
 

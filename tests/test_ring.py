@@ -532,6 +532,8 @@ def test_axis_name():
     )
     with pytest.raises(ValueError, match=re.escape("in its order, ('a', 'b'), got ('b', 'a')")):
         reversed_axes(q, k, v)
+    with pytest.raises(ValueError, match=r"axis_name must name a mesh axis, got \(\)"):
+        jax_flash.ring_attention(q, k, v, axis_name=())
     with pytest.raises(TypeError, match=r"axis_name must be a str or a tuple of them, got .* of type list"):
         jax_flash.ring_attention(q, k, v, axis_name=["sequence"])
 

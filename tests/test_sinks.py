@@ -108,6 +108,19 @@ def test_a_row_without_keys_has_output_0_and_its_sink_as_lse(platform):
     np.testing.assert_allclose(lse, np.broadcast_to(sinks, lse.shape), rtol=1e-6)
 
 
+@pytest.mark.parametrize("sink", [np.nan, np.inf])
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_a_row_without_keys_shows_a_sink_that_is_not_finite_in_its_lse_alone(implementation, sink, platform):
+    q, k, v, _ = arrays()
+    options = dict(key_value_seq_lengths=np.array([0, 20], np.int32), implementation=implementation)
+    sinks = np.full(4, sink, np.float32)
+    out, lse = attention(q, k, v, sinks=sinks, return_residual=True, **options)
+    np.testing.assert_array_equal(out[0], 0.0)
+    np.testing.assert_array_equal(lse[0], np.full((12, 4), sink))
+    dq = jax.grad(lambda q: jnp.sum(attention(q, k, v, sinks=sinks, **options)))(q)
+    np.testing.assert_array_equal(dq[0], 0.0)
+
+
 def test_what_other_rows_see_does_not_leak_into_a_row_without_keys(platform):
     """The row's sum is not 0 because of the sink, so a 0 * NaN from keys that others see would reach its output."""
     q, k, v, sinks = arrays()
