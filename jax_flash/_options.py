@@ -14,8 +14,7 @@ import numpy as np
 _WIDEST_WINDOW = 2**31 - 1
 
 _SMALLEST_SOFT_CAP = 2.0**-126  # of the normal float32 numbers
-# Logits that such a cap would change are far beyond the float32 numbers that differ from their neighbors by less than
-# 1; and logits / cap would not be a float32.
+# Such a cap c changes a logit x by x^3 / (3 c^2), less than rounding does; and x / c may be too small for float32.
 _NO_SOFT_CAP = 1e30
 
 # The precision of a float32 product by each dot algorithm, as a level of jax.lax.Precision (0, 1, 2).
