@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ._alibi import Alibi
 from ._attention import flash_attention
-from ._checks import is_broadcastable
+from ._checks import as_array, is_broadcastable
 from ._ring import axis_size, ring_attention
 
 
@@ -107,8 +107,13 @@ def attention_fn(
         if given[name] is not None:
             raise NotImplementedError(f"jax_flash.flax.attention_fn does not support {name}: {reason}.")
 
-    dtype = jnp.result_type(query, key, value) if dtype is None else dtype
-    query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
+    inputs = [as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
+    if dtype is None:
+        dtype = jnp.result_type(*inputs)
+    try:
+        query, key, value = (x.astype(dtype) for x in inputs)
+    except TypeError:
+        raise TypeError(f"dtype must be None or a dtype, got {dtype!r}.") from None
     if query.ndim < 3:
         raise ValueError(f"query must have shape [..., T, N, H], got shape {list(query.shape)}.")
     *batch, seqlen_q, num_heads, _ = query.shape

@@ -521,6 +521,14 @@ def test_forward_mode_reaches_the_kernels():
     assert_trees_close(got, want)
 
 
+def test_names_what_is_no_array_and_no_dtype():
+    q, k, v = qkv()
+    with pytest.raises(TypeError, match="key must be a JAX or NumPy array, got .* list"):
+        attention_fn(q, [[1.0]], v)
+    with pytest.raises(TypeError, match="dtype must be None or a dtype, got 'foo'"):
+        attention_fn(q, k, v, dtype="foo")
+
+
 def test_refuses_to_record_the_weights():
     """sow_weights needs the probabilities, which are never materialized."""
     with pytest.raises(NotImplementedError, match=r"module|sow"):
