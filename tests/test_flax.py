@@ -523,7 +523,7 @@ def test_forward_mode_reaches_the_kernels():
 
 def test_names_what_is_no_array_and_no_dtype():
     q, k, v = qkv()
-    with pytest.raises(TypeError, match="key must be a JAX or NumPy array, got .* list"):
+    with pytest.raises(TypeError, match=r"key must be a JAX or NumPy array, got .* list"):
         attention_fn(q, [[1.0]], v)
     with pytest.raises(TypeError, match="dtype must be None or a dtype, got 'foo'"):
         attention_fn(q, k, v, dtype="foo")
