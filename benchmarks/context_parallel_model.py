@@ -273,8 +273,7 @@ def halo(machine: Machine, attention: Attention, num_devices: int) -> Prediction
 
 def of_sharded_jit(attention: Attention, num_devices: int) -> str:
     """The name of the strategy that the package takes."""
-    reach = attention.options.reach
-    if min(reach) >= 0 and sum(reach) < attention.length * (num_devices - 1) // num_devices:
+    if _halo.pays(num_devices, attention.length, attention.options):
         return "window"
     lengths, heads = (attention.length, attention.length), (attention.num_heads, attention.num_kv_heads)
     has_segments = attention.segments is not None

@@ -85,8 +85,11 @@ def of(axes: str | tuple[str, ...], mesh: Mesh, seqlen: int, options: AttentionO
     None if a device would get all keys, or if the axes are not in the order of the mesh.
     """
     num_devices = _sharding.num_parts(mesh, axes)
-    size = seqlen // num_devices
-    is_limited = min(options.reach) >= 0 and sum(options.reach) < seqlen - size
-    if not is_limited or not _sharding.are_in_order(axes, mesh):
+    if not pays(num_devices, seqlen, options) or not _sharding.are_in_order(axes, mesh):
         return None
-    return Halo(axes, num_devices, size, options.reach)
+    return Halo(axes, num_devices, seqlen // num_devices, options.reach)
+
+
+def pays(num_devices: int, seqlen: int, options: AttentionOptions) -> bool:
+    """Whether a device gets fewer keys in a window than by a gather."""
+    return min(options.reach) >= 0 and sum(options.reach) < seqlen - seqlen // num_devices

@@ -18,7 +18,8 @@ from jax.sharding import Mesh
 from . import _sharding
 from ._options import AttentionOptions
 
-# To move a row of a head over NVLink takes an H200 as long as to compute it with so many keys.
+# An H200 moves a row of a head over NVLink in the time in which it computes it with so many keys, by the model of
+# benchmarks/context_parallel_model.py.
 _KEYS_OF_A_ROW = 3000
 # How many sequences a row with segment ids is assumed to pack.
 _SEGMENTS_OF_A_ROW = 16
@@ -29,34 +30,34 @@ class HeadExchange(NamedTuple):
     num_devices: int
     num_kv_heads: int  # of each row on a device
 
-    def to_heads(self, x: jax.Array, axes: Sequence[str], rows: str) -> jax.Array:
+    def to_heads(self, x: jax.Array, letters: Sequence[str], rows: str) -> jax.Array:
         """All rows of the device's heads, from its rows of all heads. A key head that several need is sent to each.
 
         Args:
           x: an array that may have rows or heads.
-          axes: what its axes are, by the letters of `_operands.AXES`.
+          letters: of its axes, as in `_operands.AXES`.
           rows: the letter of its rows.
         """
-        heads = _heads(axes)
-        if rows not in axes:
+        heads = _heads(letters)
+        if rows not in letters:
             if heads is None:
                 return x
             size = x.shape[heads] // self.num_devices
             return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axes) * size, size, heads)
         if heads is None:
-            return lax.all_gather(x, self.axes, axis=axes.index(rows), tiled=True)
+            return lax.all_gather(x, self.axes, axis=letters.index(rows), tiled=True)
         x = jnp.repeat(x, self._copies(rows), heads)
-        return lax.all_to_all(x, self.axes, split_axis=heads, concat_axis=axes.index(rows), tiled=True)
+        return lax.all_to_all(x, self.axes, split_axis=heads, concat_axis=letters.index(rows), tiled=True)
 
-    def to_rows(self, x: jax.Array, axes: Sequence[str], rows: str) -> jax.Array:
+    def to_rows(self, x: jax.Array, letters: Sequence[str], rows: str) -> jax.Array:
         """The device's rows of all heads, or without rows all heads, from those of its heads.
 
         What several devices have for one key head is summed, and rounded to the array's dtype once.
         """
-        heads = _heads(axes)
-        if rows not in axes:
+        heads = _heads(letters)
+        if rows not in letters:
             return lax.all_gather(x, self.axes, axis=heads, tiled=True)
-        x = lax.all_to_all(x, self.axes, split_axis=axes.index(rows), concat_axis=heads, tiled=True)
+        x = lax.all_to_all(x, self.axes, split_axis=letters.index(rows), concat_axis=heads, tiled=True)
         if (copies := self._copies(rows)) == 1:
             return x
         copied = x.reshape(*x.shape[:heads], x.shape[heads] // copies, copies, *x.shape[heads + 1 :])
@@ -109,5 +110,6 @@ def uneven_keys(seqlen_kv: int, options: AttentionOptions, has_segments: bool) -
     return 0 if options.reach == (-1, -1) else seqlen_kv
 
 
-def _heads(axes: Sequence[str]) -> int | None:
-    return next((i for i, axis in enumerate(axes) if axis in ("n", "k")), None)
+def _heads(letters: Sequence[str]) -> int | None:
+    """The axis of the heads."""
+    return next((axis for axis, letter in enumerate(letters) if letter in ("n", "k")), None)

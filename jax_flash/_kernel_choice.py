@@ -28,7 +28,7 @@ def num_planes(call: Pass, q, k, v, options: AttentionOptions) -> int:
     shortest = _library.constants()["kShortLength"] + 1
     sizes = (*q.shape[-3:-1], *k.shape[-3:-1])
     is_long = all(isinstance(size, int) for size in sizes) and min(q.shape[-3], k.shape[-3]) >= shortest
-    is_served = is_long and hopper_head_dim(direction, q, v) > 0
+    is_served = is_long and _hopper_head_dim(direction, q, v) > 0
     return int(is_served and planes_pay(direction, q, k, options))
 
 
@@ -62,14 +62,14 @@ def num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions)
     keys = seqlen_kv
     if min(options.reach) >= 0:  # the first block of keys may begin before the first that a query sees
         keys = min(keys, sum(options.reach) + seqlen_q + _library.constants()["kVisibilityBlock"])
-    if is_decoding(q, k, v):
+    if _is_decoding(q, k, v):
         # A part writes 4 bytes for each row and column, so longer sequences have longer parts; of 1,024 keys at most,
         # so that a long sequence alone has parts for all multiprocessors of a GPU.
         part = 256 if keys <= 4096 else 512 if keys < 8192 else 1024
         return -(-keys // part)
     # Hopper's tiles have up to 256 rows, so a few hundred queries are too few tiles. These parts are of all keys: a
     # window would leave most of them empty. They are long enough, and few enough, for what they write.
-    has_kernel = q.dtype.itemsize == 2 and hopper_head_dim("forward", q, v) > 0
+    has_kernel = q.dtype.itemsize == 2 and _hopper_head_dim("forward", q, v) > 0
     is_general = options.logits_soft_cap > 0 or options.scale <= 0 or not _PAIR_OPERANDS.isdisjoint(operands)
     if not has_kernel or is_general or keys < seqlen_kv or seqlen_q > 1024 or seqlen_kv < 16 * seqlen_q:
         return 0
@@ -78,10 +78,10 @@ def num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions)
     return parts if parts > 1 else 0
 
 
-def is_decoding(q, k, v) -> bool:
+def _is_decoding(q, k, v) -> bool:
     """Whether the forward kernel for few queries serves a call without dropout."""
     (seqlen_q, num_heads), num_kv_heads = q.shape[-3:-1], k.shape[-2]
-    head_dim = kernel_head_dim("decode sm80", q.dtype, max(q.shape[-1], v.shape[-1]))
+    head_dim = _kernel_head_dim("decode sm80", q.dtype, max(q.shape[-1], v.shape[-1]))
     most_rows = 64 if q.dtype.itemsize * head_dim <= 512 else 32  # of a key head: decode_tile in cuda/tiles.h
     is_short = seqlen_q <= _library.constants()["kDecodeQueries"]
     return head_dim > 0 and is_short and seqlen_q * (num_heads // num_kv_heads) <= most_rows
@@ -100,10 +100,10 @@ def sums_dq(q, k, v, *, num_head_parts: int, is_deterministic: bool, hides_pairs
     if (
         is_short
         and not num_head_parts
-        and kernel_head_dim("short_backward sm80", q.dtype, max(q.shape[-1], v.shape[-1]))
+        and _kernel_head_dim("short_backward sm80", q.dtype, max(q.shape[-1], v.shape[-1]))
     ):
         return False
-    head_dim = hopper_head_dim("backward", q, v)
+    head_dim = _hopper_head_dim("backward", q, v)
     if is_deterministic:
         return 0 < head_dim <= 64 and not hides_pairs
     return head_dim <= 128
@@ -117,7 +117,7 @@ def num_head_parts(q, k, v, is_causal: bool) -> int:
     written and read in float32. Lengths, masks and windows, which change the tiles, are not looked at.
     """
     (B, T, N, _), (_, S, K, _) = q.shape, k.shape
-    head_dim = hopper_head_dim("backward", q, v)
+    head_dim = _hopper_head_dim("backward", q, v)
     if not head_dim or not all(isinstance(size, int) for size in (B, T, N, S, K)) or N in (0, K):
         return 0
     group, blocks = N // K, -(-S // (128 if head_dim < 256 else 64))
@@ -141,7 +141,7 @@ def num_head_parts(q, k, v, is_causal: bool) -> int:
     return K * best if best > 1 else 0
 
 
-def hopper_head_dim(direction: str, q, v) -> int:
+def _hopper_head_dim(direction: str, q, v) -> int:
     """The head dim of Hopper's kernel that is certain to run; 0 if none is."""
     gpus = _ffi.local_gpus()
     is_hopper = gpus and all(gpu.compute_capability == "9.0" for gpu in gpus)
@@ -150,10 +150,10 @@ def hopper_head_dim(direction: str, q, v) -> int:
         return 0
     # The gradient's kernel for 192 takes values of up to 128 (backward_head_dim_v in cuda/tiles.h).
     smallest = 193 if direction == "backward" and v.shape[-1] > 128 else 1
-    return kernel_head_dim(f"{direction} sm90", q.dtype, max(*head_dims, smallest))
+    return _kernel_head_dim(f"{direction} sm90", q.dtype, max(*head_dims, smallest))
 
 
-def kernel_head_dim(kind: str, dtype, head_dim: int) -> int:
+def _kernel_head_dim(kind: str, dtype, head_dim: int) -> int:
     """The head dim of the compiled kernel that serves this one; 0 if there is none. kind: such as "forward sm80"."""
     arithmetic = dtype.name if dtype.itemsize == 2 else "tf32"  # tf32x3 has the same head dims
     names = (name.rsplit(" ", 1) for name in _ffi.build_info()["kernels"])
@@ -184,4 +184,4 @@ def backward_tangent_fits(q, k, v) -> bool:
     gpus = _ffi.local_gpus()
     has_room = gpus and all(gpu.compute_capability in _LARGE_SHARED_MEMORY for gpu in gpus)
     largest = (256 if has_room else 128) if q.dtype.itemsize == 2 else (128 if has_room else 64)
-    return 0 < kernel_head_dim("backward_tangent sm80", q.dtype, max(q.shape[-1], v.shape[-1])) <= largest
+    return 0 < _kernel_head_dim("backward_tangent sm80", q.dtype, max(q.shape[-1], v.shape[-1])) <= largest

@@ -54,8 +54,8 @@ def _expand_mixed_batch_axes(name: str, x: jax.Array, batch_shape: tuple[int, ..
 class _ShardedCall:
     """A call that XLA partitions over batch axes, heads and query rows, not over keys or head dims.
 
-    A device has the rows of a part of the sequence, and all keys or those that its rows see in a window. It adds a part
-    to the gradients that are sums over rows. Or it exchanges its rows for all rows of some heads.
+    A device has the rows of a part of the sequence, and all keys or those that its rows see in a window; it adds a part
+    to the gradients that are sums over rows. Or, during the call, it has all rows of some heads.
     """
 
     def __init__(
@@ -66,12 +66,8 @@ class _ShardedCall:
         arrays: Arrays,
         options: AttentionOptions,
     ):
-        self.call, self.on_one_device, self.whole_mesh, self.options = (
-            call,
-            on_one_device,
-            whole_mesh,
-            options,
-        )
+        self.call, self.on_one_device = call, on_one_device
+        self.whole_mesh, self.options = whole_mesh, options
         self.names = tuple(arrays)
         *self.batch_shape, self.seqlen_q, self.num_heads, _ = arrays["q"].shape
         self.seqlen_kv, self.num_kv_heads, _ = whole_keys(arrays)[0].shape[-3:]
@@ -99,14 +95,12 @@ class _ShardedCall:
 
     def bind(self, arrays: Arrays) -> list[jax.Array]:
         rule = [[*group.values()] for group in (self.arg_axes, self.result_axes)]
-        in_order = dict.fromkeys(axis for group in rule for axes in group for axis in axes)
+        in_order = dict.fromkeys(axis for group in rule for axes in group for axis in axes)  # of appearance
         partitioned = custom_partitioning(lambda *args: self.on_one_device(self.named(args)))
         partitioned.def_partition(
             self._partition,
             sharding_rule=" -> ".join(", ".join(map(" ".join, group)) for group in rule),
-            need_replication_factors=tuple(
-                x for x in in_order if x[0] not in "btnk"
-            ),  # in order of appearance
+            need_replication_factors=tuple(axis for axis in in_order if axis[0] not in "btnk"),
         )
         return partitioned(*arrays.values())
 
@@ -114,9 +108,8 @@ class _ShardedCall:
         return dict(zip(self.names, args, strict=True))
 
     def _partition(self, mesh: Mesh, arg_infos: Any, result_infos: Any):
-        plan = _Plan(
-            self, mesh, self.named(arg_infos), dict(zip(self.call.results, result_infos, strict=True))
-        )
+        results = dict(zip(self.call.results, result_infos, strict=True))
+        plan = _Plan(self, mesh, self.named(arg_infos), results)
         shardings = [*plan.result_shardings.values()], tuple(plan.arg_shardings.values())
         return self.whole_mesh or mesh, plan.run, *shardings
 

@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import math
 import pathlib
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,12 +106,18 @@ def run_with_operands(case: Case, dtype: str, **more: Any) -> tuple[oracle.Resul
         return jax.tree.map(np.asarray, results)
 
 
-def mesh_of(*sizes: int, names: tuple[str, ...] = ("sequence",), **types: Any) -> Mesh:
+def set_local_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: str, kind: str = "a GPU") -> None:
+    """Lets this process have such GPUs, as far as the choice of kernels goes."""
+    gpus = [types.SimpleNamespace(device_kind=kind, compute_capability=x) for x in capabilities]
+    monkeypatch.setattr(_ffi, "local_gpus", lambda: gpus)
+
+
+def mesh_of(*sizes: int, names: tuple[str, ...] = ("sequence",), **axis_types: Any) -> Mesh:
     """A mesh of devices of the test's platform."""
     devices = jax.devices(jax.config.jax_default_device.platform)
     if len(devices) < math.prod(sizes):
         pytest.skip(f"needs {math.prod(sizes)} devices")
-    return Mesh(np.array(devices[: math.prod(sizes)]).reshape(sizes), names, **types)
+    return Mesh(np.array(devices[: math.prod(sizes)]).reshape(sizes), names, **axis_types)
 
 
 def fitted(case: Case, num_parts: int) -> Case:

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import types
 
 import emulated
 import harness
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import quick
 from cases import CASES, DTYPES
+from harness import set_local_gpus
 from jax import export
 
 import jax_flash
@@ -44,11 +44,6 @@ def test_environment_of_a_new_process(cuda):
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment)
     assert run.returncode != 0
     assert REFUSAL in run.stderr
-
-
-def set_local_gpus(monkeypatch, *capabilities: str) -> None:
-    gpus = [types.SimpleNamespace(device_kind="a GPU", compute_capability=x) for x in capabilities]
-    monkeypatch.setattr(_ffi, "local_gpus", lambda: gpus)
 
 
 def sums_dq(q, k, v, **options) -> bool:
@@ -344,7 +339,7 @@ def num_parts(t=1, s=8192, n=32, k=8, h=128, hv=128, dtype="bfloat16", operands=
 )
 def test_number_of_parts(call, parts, monkeypatch):
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": DECODE})
-    monkeypatch.setattr(_ffi, "local_gpus", list)
+    set_local_gpus(monkeypatch)
     assert num_parts(**call) == parts
 
 
@@ -382,8 +377,7 @@ def test_number_of_parts_of_a_chunk(call, parts, monkeypatch):
     """On Hopper; elsewhere keys are split for few queries only."""
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": DECODE})
     for capability, expected in (("9.0", parts), ("8.0", 0)):
-        gpu = types.SimpleNamespace(compute_capability=capability)
-        monkeypatch.setattr(_ffi, "local_gpus", lambda gpu=gpu: [gpu])
+        set_local_gpus(monkeypatch, capability)
         assert num_parts(**call) == expected
 
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import harness
@@ -204,20 +205,23 @@ OF_DERIVATIVES = {
 }
 
 
+def moved_by(derivative: Callable, args: list[np.ndarray], static: dict, differentiable: dict) -> list:
+    """What moves where the sequence is sharded in a derivative, which is compared with that of one device."""
+    args = (*args, jax.tree.map(jnp.asarray, differentiable))
+    f = jax.jit(functools.partial(derivative, functools.partial(loss, static=static, forward_mode=True)))
+    placed = *put(mesh_of(NUMBER), ROWS, *args[:3]), args[3]
+    compiled = f.lower(*placed).compile()
+    for x, y in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(f(*args)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+    return collectives(compiled.as_text())
+
+
 @pytest.mark.parametrize(
     ("options", "derivative"),
     quick.in_turn(OF_DERIVATIVES, DERIVATIVES, quick=("", "bias N1S")),
 )
 def test_no_queries_move_for_other_derivatives(options, derivative):
-    static, differentiable = options
-    args = (*inputs(), jax.tree.map(jnp.asarray, differentiable))
-    f = jax.jit(functools.partial(derivative, functools.partial(loss, static=static, forward_mode=True)))
-    mesh = mesh_of(NUMBER)
-    placed = *put(mesh, ROWS, *args[:3]), args[3]
-    compiled = f.lower(*placed).compile()
-    for x, y in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(f(*args)), strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
-    assert_no_queries_move(collectives(compiled.as_text()))
+    assert_no_queries_move(moved_by(derivative, inputs(), *options))
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["scan", "scan of checkpoint"])
@@ -397,7 +401,9 @@ def test_sums_of_a_bias_are_added_up_before_they_move():
     f = jax.jit(jax.grad(lambda *args: jnp.sum(attend(*args[:3], {}, dict(bias=args[3]))[0]), (0, 3)))
     placed = *put(mesh_of(NUMBER), ROWS, q, k, v), bias
     compiled = f.lower(*placed).compile()
-    assert_like_one_device((None, None, *compiled(*placed)), (None, None, *f(q, k, v, bias)))
+    (dq, dbias), (want_dq, want_dbias) = compiled(*placed), f(q, k, v, bias)
+    np.testing.assert_array_equal(dq, want_dq)
+    np.testing.assert_allclose(dbias, want_dbias, rtol=1e-5, atol=1e-4)
     moved = collectives(compiled.as_text())
     assert {shape[-2:] for kind, shape in moved if kind == "all-gather"} == {(1, 256)}
 
@@ -415,13 +421,7 @@ def test_dropout_by_heads_takes_shards_of_any_length(free_exchange):
 def test_heads_are_exchanged_for_other_derivatives(derivative, free_exchange):
     static = OPTIONS["lengths"][0] | dict(is_causal=True)
     differentiable = dict(bias=random(4, 1, S, seed=5), sinks=random(4, seed=6), scale=np.float32(0.3))
-    args = (*of_heads(4, 2), jax.tree.map(jnp.asarray, differentiable))
-    f = jax.jit(functools.partial(derivative, functools.partial(loss, static=static, forward_mode=True)))
-    placed = *put(mesh_of(NUMBER), ROWS, *args[:3]), args[3]
-    compiled = f.lower(*placed).compile()
-    for x, y in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(f(*args)), strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
-    assert kinds_of_wide(collectives(compiled.as_text())) == {"all-to-all"}
+    assert kinds_of_wide(moved_by(derivative, of_heads(4, 2), static, differentiable)) == {"all-to-all"}
 
 
 # ---- Windows ----------------------------------------------------------------------------------------------------
@@ -501,13 +501,8 @@ def test_only_keys_in_the_window_move(window, counts, static, differentiable, ax
 def test_only_keys_in_the_window_move_for_other_derivatives(derivative):
     static, differentiable = OF_DERIVATIVES["everything"]
     static = static | dict(local_window_size=(20, 0), key_value_seq_lengths=np.int32([33, 60]))
-    args = (*aligned(), jax.tree.map(jnp.asarray, differentiable))
-    f = jax.jit(functools.partial(derivative, functools.partial(loss, static=static, forward_mode=True)))
-    placed = *put(mesh_of(NUMBER), ROWS, *args[:3]), args[3]
-    compiled = f.lower(*placed).compile()
-    for x, y in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(f(*args)), strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
-    moved = [x for x in collectives(compiled.as_text()) if x[1][-2:] in ((K, H), (K, HV))]
+    moved = moved_by(derivative, aligned(), static, differentiable)
+    moved = [x for x in moved if x[1][-2:] in ((K, H), (K, HV))]
     assert {(kind, shape[-3]) for kind, shape in moved} == {
         ("collective-permute", 16),
         ("collective-permute", 4),

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import types
 
 import harness
 import jax
@@ -918,11 +917,6 @@ def test_results_on_cuda_stand_behind_a_barrier():
     assert sorted(targets) == ["backward", "backward_bias", "forward"]
 
 
-def set_local_gpu(monkeypatch, capability: str, kind: str = "a GPU") -> None:
-    gpu = types.SimpleNamespace(device_kind=kind, compute_capability=capability)
-    monkeypatch.setattr(jax_flash._ffi, "local_gpus", lambda: [gpu])
-
-
 @BUILT_FOR_CUDA
 @pytest.mark.parametrize(
     ("capability", "head_dim", "options", "rows"),
@@ -942,7 +936,7 @@ def test_workspace_of_gradients(capability, head_dim, options, rows, monkeypatch
 
     With as many key heads as query heads, none of dk and dv.
     """
-    set_local_gpu(monkeypatch, capability)
+    harness.set_local_gpus(monkeypatch, capability)
     gradient = jax.grad(lambda *x: attention(*x, **dict(deterministic=False) | options).sum())
     x = jnp.zeros((2, 100, 4, head_dim), jnp.bfloat16)
     text = jax.jit(gradient).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
@@ -958,9 +952,9 @@ def test_workspace_of_gradients(capability, head_dim, options, rows, monkeypatch
 @BUILT_FOR_CUDA
 def test_lowering_for_a_small_gpu_refuses_gradients_that_do_not_fit(monkeypatch):
     gradient = jax.grad(lambda *x: attention(*x).sum())
-    set_local_gpu(monkeypatch, "9.0", "a large GPU")
+    harness.set_local_gpus(monkeypatch, "9.0", kind="a large GPU")
     lower_for_cuda(gradient, 256)
-    set_local_gpu(monkeypatch, "12.0", "a small GPU")
+    harness.set_local_gpus(monkeypatch, "12.0", kind="a small GPU")
     lower_for_cuda(attention, 256)
     lower_for_cuda(gradient, 128)
     lower_for_cuda(gradient, 256, jnp.bfloat16)
