@@ -27,9 +27,70 @@ __device__ __forceinline__ uint32_t transpose(uint32_t row, int lane) {
   return row;
 }
 
+// The segment ids among which are those of a block.
+struct SegmentRange {
+  int lowest, highest;
+
+  // Of ids [count], count from 1 to kVisibilityBlock; found by a warp.
+  __device__ __forceinline__ static SegmentRange of(const int32_t* ids, int count) {
+    const int lane = threadIdx.x % 32;
+    // A lane that has no id repeats the first one.
+    const int a = ids[lane < count ? lane : 0], b = ids[lane + 32 < count ? lane + 32 : 0];
+    return {__reduce_min_sync(0xffffffff, min(a, b)), __reduce_max_sync(0xffffffff, max(a, b))};
+  }
+
+  __device__ __forceinline__ bool may_meet(const SegmentRange& other) const {
+    return highest >= other.lowest && other.highest >= lowest;
+  }
+
+  __device__ __forceinline__ bool is_one_and(const SegmentRange& other) const {
+    return lowest == highest && other.lowest == other.highest && lowest == other.lowest;
+  }
+};
+
+constexpr int kSegmentBlocksM = 32, kSegmentBlocksN = 128, kSegmentThreads = 256;
+
+// The visibility [B, M, U] of each block of 64 queries and 64 keys by segments alone. A thread block finds
+// the ids of so many blocks of queries and of keys, and compares each with each.
+__global__ void __launch_bounds__(kSegmentThreads)
+    segment_visibility_kernel(const __grid_constant__ AttentionParams params) {
+  constexpr int kBlock = kVisibilityBlock;
+  const int seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
+  const int64_t m_blocks = ceil_div(seqlen_q, kBlock), n_blocks = ceil_div(seqlen_kv, kBlock);
+  const int64_t n_groups = ceil_div(n_blocks, kSegmentBlocksN);
+  const int64_t batch_and_m = blockIdx.x / n_groups, m_groups = ceil_div(m_blocks, kSegmentBlocksM);
+  const int64_t batch = batch_and_m / m_groups;
+  const int first_m = static_cast<int>(batch_and_m % m_groups) * kSegmentBlocksM;
+  const int first_n = static_cast<int>(blockIdx.x % n_groups) * kSegmentBlocksN;
+
+  __shared__ SegmentRange of_queries[kSegmentBlocksM], of_keys[kSegmentBlocksN];
+  auto find = [&](SegmentRange* ranges, int count, const int32_t* ids, int length, int first) {
+    for (int i = threadIdx.x / 32; i < count; i += kSegmentThreads / 32) {
+      const int start = (first + i) * kBlock;
+      if (start >= length) return;
+      const SegmentRange range = SegmentRange::of(ids + start, min(kBlock, length - start));
+      if (threadIdx.x % 32 == 0) ranges[i] = range;
+    }
+  };
+  find(of_queries, kSegmentBlocksM, params.query_segment_ids + batch * seqlen_q, seqlen_q, first_m);
+  find(of_keys, kSegmentBlocksN, params.key_value_segment_ids + batch * seqlen_kv, seqlen_kv, first_n);
+  __syncthreads();
+
+  uint8_t* visibility = params.visible.visibility + batch * m_blocks * n_blocks;
+  for (int i = threadIdx.x; i < kSegmentBlocksM * kSegmentBlocksN; i += kSegmentThreads) {
+    const int m = first_m + i / kSegmentBlocksN, n = first_n + i % kSegmentBlocksN;
+    if (m >= m_blocks || n >= n_blocks) continue;
+    const SegmentRange &queries = of_queries[i / kSegmentBlocksN], &keys = of_keys[i % kSegmentBlocksN];
+    visibility[m * n_blocks + n] = !queries.may_meet(keys)    ? kHidden
+                                   : queries.is_one_and(keys) ? kWhole
+                                                              : kPartly;
+  }
+}
+
 // The visibility [B, N', M, U] of each block of 64 queries and 64 keys by mask and segments alone, and the
 // mask as bits; one warp per block.
-__global__ void __launch_bounds__(256) visibility_kernel(const __grid_constant__ AttentionParams params) {
+__global__ void __launch_bounds__(256)
+    mask_visibility_kernel(const __grid_constant__ AttentionParams params) {
   const VisibilityWorkspace& visible = params.visible;
   constexpr int kBlock = kVisibilityBlock;
   const int lane = threadIdx.x % 32;
@@ -45,85 +106,76 @@ __global__ void __launch_bounds__(256) visibility_kernel(const __grid_constant__
 
   bool any = true, all = true;
   if (params.has_segments()) {
-    // A lane that has no row or key repeats the first one.
-    int lowest[2], highest[2];
-    auto find = [&](const int32_t* ids, int count, int which) {
-      const int a = ids[lane < count ? lane : 0], b = ids[lane + 32 < count ? lane + 32 : 0];
-      lowest[which] = __reduce_min_sync(0xffffffff, min(a, b));
-      highest[which] = __reduce_max_sync(0xffffffff, max(a, b));
-    };
-    find(params.query_segment_ids + batch * seqlen_q + m_start, rows, 0);
-    find(params.key_value_segment_ids + batch * seqlen_kv + n_start, keys, 1);
-    any = highest[0] >= lowest[1] && highest[1] >= lowest[0];
-    all = lowest[0] == highest[0] && lowest[1] == highest[1] && lowest[0] == lowest[1];
+    const auto queries = SegmentRange::of(params.query_segment_ids + batch * seqlen_q + m_start, rows);
+    const auto of_keys = SegmentRange::of(params.key_value_segment_ids + batch * seqlen_kv + n_start, keys);
+    any = queries.may_meet(of_keys);
+    all = queries.is_one_and(of_keys);
   }
-  if (params.mask) {
-    // Even where segments hide everything: another batch element may share this part of the mask. Four lanes
-    // read a row of the block, 16 keys each, and put it together in shared memory.
-    const PairArray& mask = params.mask;
-    const uint8_t* from = static_cast<const uint8_t*>(mask.data) + batch * mask.batch_stride +
-                          head * mask.head_stride + m_start * mask.row_stride + n_start * mask.key_stride;
-    const bool by_sixteen = mask.key_stride == 1 && seqlen_kv % 16 == 0;
-    const int first_key = lane % 4 * 16;
-    uint32_t bits[kBlock / 8];
+  // Even where segments hide everything: another batch element may share this part of the mask. Four lanes
+  // read a row of the block, 16 keys each, and put it together in shared memory.
+  const PairArray& mask = params.mask;
+  const uint8_t* from = static_cast<const uint8_t*>(mask.data) + batch * mask.batch_stride +
+                        head * mask.head_stride + m_start * mask.row_stride + n_start * mask.key_stride;
+  const bool by_sixteen = mask.key_stride == 1 && seqlen_kv % 16 == 0;
+  const int first_key = lane % 4 * 16;
+  uint32_t bits[kBlock / 8];
 #pragma unroll
-    for (int i = 0; i < kBlock / 8; ++i) {
-      const int row = 8 * i + lane / 4;
-      const uint8_t* from_row = from + row * mask.row_stride;
-      bits[i] = 0;
-      if (row >= rows) continue;
-      if (by_sixteen) {
-        if (first_key < keys) bits[i] = pack(*reinterpret_cast<const uint4*>(from_row + first_key));
-      } else {
-        for (int j = 0; j < 16 && first_key + j < keys; ++j) {
-          bits[i] |= uint32_t{from_row[(first_key + j) * mask.key_stride] != 0} << j;
-        }
+  for (int i = 0; i < kBlock / 8; ++i) {
+    const int row = 8 * i + lane / 4;
+    const uint8_t* from_row = from + row * mask.row_stride;
+    bits[i] = 0;
+    if (row >= rows) continue;
+    if (by_sixteen) {
+      if (first_key < keys) bits[i] = pack(*reinterpret_cast<const uint4*>(from_row + first_key));
+    } else {
+      for (int j = 0; j < 16 && first_key + j < keys; ++j) {
+        bits[i] |= uint32_t{from_row[(first_key + j) * mask.key_stride] != 0} << j;
       }
     }
-    __shared__ uint16_t shared[8][kBlock][4];
-    uint16_t (&block_bits)[kBlock][4] = shared[threadIdx.x / 32];
+  }
+  __shared__ uint16_t shared[8][kBlock][4];
+  uint16_t (&block_bits)[kBlock][4] = shared[threadIdx.x / 32];
 #pragma unroll
-    for (int i = 0; i < kBlock / 8; ++i)
-      block_bits[8 * i + lane / 4][lane % 4] = static_cast<uint16_t>(bits[i]);
-    __syncwarp();
-    uint32_t of_row[2][2], of_key[2][2];  // [rows or keys lane, lane + 32][words of 32 bits]
+  for (int i = 0; i < kBlock / 8; ++i)
+    block_bits[8 * i + lane / 4][lane % 4] = static_cast<uint16_t>(bits[i]);
+  __syncwarp();
+  uint32_t of_row[2][2], of_key[2][2];  // [rows or keys lane, lane + 32][words of 32 bits]
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < 2; ++i) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const uint16_t* two = &block_bits[lane + 32 * i][2 * j];
-        of_row[i][j] = two[0] | uint32_t{two[1]} << 16;
-        of_key[j][i] = visible.of_keys.words ? transpose(of_row[i][j], lane) : 0;
-      }
+    for (int j = 0; j < 2; ++j) {
+      const uint16_t* two = &block_bits[lane + 32 * i][2 * j];
+      of_row[i][j] = two[0] | uint32_t{two[1]} << 16;
+      of_key[j][i] = visible.of_keys.words ? transpose(of_row[i][j], lane) : 0;
     }
-    const uint32_t row_keys[2] = {keys < 32 ? (1u << keys) - 1 : ~0u,
-                                  keys < 64 ? (1u << max(keys - 32, 0)) - 1 : ~0u};
-    bool any_seen = false, all_seen = true;
+  }
+  const uint32_t row_keys[2] = {keys < 32 ? (1u << keys) - 1 : ~0u,
+                                keys < 64 ? (1u << max(keys - 32, 0)) - 1 : ~0u};
+  bool any_seen = false, all_seen = true;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (lane + 32 * i >= rows) continue;
-      any_seen |= (of_row[i][0] | of_row[i][1]) != 0;
-      all_seen &= of_row[i][0] == row_keys[0] && of_row[i][1] == row_keys[1];
-    }
-    any = any && __any_sync(0xffffffff, any_seen);
-    all &= __all_sync(0xffffffff, all_seen);
+  for (int i = 0; i < 2; ++i) {
+    if (lane + 32 * i >= rows) continue;
+    any_seen |= (of_row[i][0] | of_row[i][1]) != 0;
+    all_seen &= of_row[i][0] == row_keys[0] && of_row[i][1] == row_keys[1];
+  }
+  any = any && __any_sync(0xffffffff, any_seen);
+  all &= __all_sync(0xffffffff, all_seen);
 
-    // An axis of size 1 has one row, or one block with equal bits.
-    auto write = [&](const VisibilityWorkspace::Bits& bits, uint32_t (&words)[2][2], int start, int count,
-                     int block) {
-      if (!bits.words) return;
+  // An axis of size 1 has one row, or one block with equal bits.
+  auto write = [&](const VisibilityWorkspace::Bits& bits, uint32_t (&words)[2][2], int start, int count,
+                   int block) {
+    if (!bits.words) return;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = lane + 32 * i;
-        if (row >= count || (bits.row_stride == 0 && row > 0)) continue;
-        uint32_t* to = bits.words + batch * bits.batch_stride + head * bits.head_stride +
-                       (start + row) * bits.row_stride + 2 * block * bits.word_step;
-        for (int j = 0; j < 2; ++j) to[j] = bits.word_step ? words[i][j] : words[i][0] != 0 ? ~0u : 0;
-      }
-    };
-    write(visible.of_queries, of_row, m_start, rows, n_start / kBlock);
-    write(visible.of_keys, of_key, n_start, keys, m_start / kBlock);
-  }
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane + 32 * i;
+      if (row >= count || (bits.row_stride == 0 && row > 0)) continue;
+      uint32_t* to = bits.words + batch * bits.batch_stride + head * bits.head_stride +
+                     (start + row) * bits.row_stride + 2 * block * bits.word_step;
+      for (int j = 0; j < 2; ++j) to[j] = bits.word_step ? words[i][j] : words[i][0] != 0 ? ~0u : 0;
+    }
+  };
+  write(visible.of_queries, of_row, m_start, rows, n_start / kBlock);
+  write(visible.of_keys, of_key, n_start, keys, m_start / kBlock);
   if (lane == 0) visible.visibility[index] = !any ? kHidden : all ? kWhole : kPartly;
 }
 
@@ -196,10 +248,14 @@ __global__ void __launch_bounds__(kListThreads)
 
 Status launch_visibility(const AttentionParams& params, const LaunchContext& context) {
   if (!params.hides_pairs()) return {};
-  const int64_t blocks = params.batch * params.visible.num_heads *
-                         ceil_div(params.seqlen_q, kVisibilityBlock) *
-                         ceil_div(params.seqlen_kv, kVisibilityBlock);
-  return launch(visibility_kernel, ceil_div(blocks, 8), 256, 0, context, params);
+  const int64_t m_blocks = ceil_div(params.seqlen_q, kVisibilityBlock);
+  const int64_t n_blocks = ceil_div(params.seqlen_kv, kVisibilityBlock);
+  if (!params.mask) {
+    const int64_t groups = ceil_div(m_blocks, kSegmentBlocksM) * ceil_div(n_blocks, kSegmentBlocksN);
+    return launch(segment_visibility_kernel, params.batch * groups, kSegmentThreads, 0, context, params);
+  }
+  const int64_t blocks = params.batch * params.visible.num_heads * m_blocks * n_blocks;
+  return launch(mask_visibility_kernel, ceil_div(blocks, 8), 256, 0, context, params);
 }
 
 Status launch_lists(const AttentionParams& params, const ListShape& shape, const LaunchContext& context) {
