@@ -34,11 +34,17 @@ class Halo(NamedTuple):
 
     def gather(self, x: jax.Array) -> jax.Array:
         """A shard [..., S / n, K, H] as an array [..., S, K, H] that has what is seen; the rest is zeros."""
-        whole = jnp.zeros((*x.shape[:-3], self.size * self.num_devices, *x.shape[-2:]), x.dtype)
+        parts = [(_Transfer(0, 0, self.size), x)]
         for transfer in self._transfers():
-            part = self._move(x[..., transfer.begin : transfer.end, :, :], transfer.distance)
-            whole = lax.dynamic_update_slice_in_dim(whole, part, self._place(transfer), x.ndim - 3)
-        return lax.dynamic_update_slice_in_dim(whole, x, self._place(_Transfer(0, 0, self.size)), x.ndim - 3)
+            parts.append(
+                (transfer, self._move(x[..., transfer.begin : transfer.end, :, :], transfer.distance))
+            )
+        parts.sort(key=lambda part: -part[0].distance)  # in the order of the sequence
+        seen = jnp.concatenate([part for _, part in parts], axis=-3)
+        length = self.size * self.num_devices
+        rest = jnp.zeros((*x.shape[:-3], length - seen.shape[-3], *x.shape[-2:]), x.dtype)
+        # XLA makes one kernel of all this. Updates of zeros would be a kernel and a copy for each part.
+        return jnp.roll(jnp.concatenate([seen, rest], axis=-3), self._place(parts[0][0]), axis=-3)
 
     def sum_parts(self, x: jax.Array) -> jax.Array:
         """The device's shard [..., S / n, K, H] of the sum of what devices have for the keys that they see.
