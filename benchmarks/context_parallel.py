@@ -29,8 +29,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# Otherwise kernels wait for the transfers that a ring makes beside them.
-os.environ["XLA_FLAGS"] = "--xla_gpu_enable_latency_hiding_scheduler=true " + os.environ.get("XLA_FLAGS", "")
+# Otherwise kernels wait for the transfers that a ring makes beside them (docs/long_context.md).
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        "--xla_gpu_enable_latency_hiding_scheduler=true",
+        "--xla_gpu_collective_permute_combine_threshold_bytes=1000000000000",
+        os.environ.get("XLA_FLAGS", ""),
+    )
+)
 
 import context_parallel_model as model
 import jax

@@ -170,6 +170,13 @@ class Seen(NamedTuple):
     rows: np.ndarray
     keys: np.ndarray
 
+    def of_zigzag_shards(self) -> "Seen":
+        """Of one call for each pair of shards, which have two chunks each."""
+        first = np.arange(len(self.pairs) // 2)
+        chunks = np.stack([first, len(self.pairs) - 1 - first])
+        pairs, rows, keys = (x[chunks[:, None, :, None], chunks[None, :, None, :]] for x in self)
+        return Seen(pairs.sum((0, 1)), rows.max(1).sum(0), keys.max(0).sum(0))
+
     def of_all_keys(self) -> "Seen":
         """Of one call for each chunk of queries instead of one for each chunk of keys, too."""
         return Seen(self.pairs.sum(1), self.rows.max(1), self.keys.sum(1))
@@ -194,14 +201,13 @@ def one_device(machine: Machine, attention: Attention) -> float:
 
 def ring(machine: Machine, attention: Attention, num_devices: int, layout: str) -> Prediction:
     """`ring_attention`: in each step a kernel for each pair of chunks, with the next keys on their way."""
-    # Without a causal mask or a window the keys of a shard may be in any order.
-    num_chunks = 2 if layout == "zigzag" and attention.options.reach != (-1, -1) else 1
-    chunk = attention.length // (num_devices * num_chunks)
-    plan = _ring._Ring.of("", num_devices, num_chunks, chunk, chunk, attention.options, 0)
-    shard = attention.key_bytes(attention.length / num_devices)
-    sums = attention.key_bytes(attention.length / num_devices, itemsize=4)
-
-    seen = attention.seen(num_devices * num_chunks)
+    shard = attention.length // num_devices
+    num_chunks = 2 if layout == "zigzag" else 1
+    plan = _ring._Ring.of("", num_devices, num_chunks, (shard, shard), (), attention.options, 0)
+    keys, sums = (attention.key_bytes(shard, itemsize) for itemsize in (None, 4))
+    seen = attention.seen(num_devices * (num_chunks if plan.by_halves else plan.num_chunks))
+    if plan.by_halves:
+        seen = seen.of_zigzag_shards()
 
     def kernels_of(step: _ring._Step, device: int, of_pair: np.ndarray) -> float:
         sender = (device - step.shift) % num_devices
@@ -210,28 +216,37 @@ def ring(machine: Machine, attention: Attention, num_devices: int, layout: str) 
     seconds = in_turn = arriving = 0.0
     for direction in (FORWARD, BACKWARD):
         of_pair = attention.kernel(machine, direction, seen)
-        of_pair += _merged_bytes(attention, direction, chunk, num_chunks > 1) / machine.memory
         for step, next_step in itertools.zip_longest(plan.steps, plan.steps[1:]):
-            # The gradients of the step before, in float32, and the keys of the next one travel under the kernels.
-            travelling = (sums if direction == BACKWARD and step.shift else 0) + (shard if next_step else 0)
-            kernels = max(kernels_of(step, device, of_pair) for device in range(num_devices))
+            # The next keys travel under the kernels, and the gradients of the step before: those of one call as they
+            # are, sums in float32.
+            travelling = keys if next_step else 0
+            if direction == BACKWARD and step.shift:
+                travelling += keys if plan.num_chunks == 1 and step is plan.steps[1] else sums
+            copies = _copied_bytes(attention, direction, plan, step) / machine.memory
+            kernels = copies + max(kernels_of(step, device, of_pair) for device in range(num_devices))
             transfer = machine.send(travelling, num_devices) if travelling else 0
             seconds += max(kernels, transfer)
             in_turn += kernels + transfer
             arriving += travelling
     if plan.steps and plan.steps[-1].shift:  # the gradients go home
-        seconds += machine.send(sums, num_devices)
-        in_turn += machine.send(sums, num_devices)
-        arriving += sums
+        seconds += machine.send(keys, num_devices)
+        in_turn += machine.send(keys, num_devices)
+        arriving += keys
     return Prediction(seconds, in_turn, arriving)
 
 
-def _merged_bytes(attention: Attention, direction: str, chunk: int, is_part: bool) -> float:
-    """What a pair of chunks reads and writes around its kernel: copies of parts of a shard, sums in float32."""
-    queries, keys = attention.query_bytes(chunk), attention.key_bytes(chunk)
-    copied = 2 * ((queries if direction == FORWARD else 3 * queries) + keys) if is_part else 0
-    summed = queries if direction == FORWARD else queries + keys
-    return copied + summed * (1 + 2 * 4 / attention.itemsize)
+def _copied_bytes(attention: Attention, direction: str, plan: _ring._Ring, step: _ring._Step) -> float:
+    """What a step reads and writes around its kernels: parts of a shard, turned shards, sums in float32."""
+    queries, keys = attention.query_bytes(plan.q_length), attention.key_bytes(plan.kv_length)
+    arrays_of_rows = 1 if direction == FORWARD else 3
+    copied = summed = 0.0
+    if plan.num_chunks > 1:
+        copied = step.num_slots * (arrays_of_rows * queries + keys)
+    elif plan.by_halves and step is plan.steps[1]:
+        copied = arrays_of_rows * queries
+    if plan.num_chunks > 1 or step is not plan.steps[0]:
+        summed = step.num_slots * (queries if direction == FORWARD else queries + keys)
+    return 2 * copied + summed * (1 + 2 * 4 / attention.itemsize)
 
 
 def gathered(machine: Machine, attention: Attention, num_devices: int) -> Prediction:

@@ -82,6 +82,10 @@ class AttentionOptions:
         """How far before and behind i + query_offset a query sees keys, by window and causal mask; -1: no limit."""
         return self.window_left, 0 if self.is_causal else self.window_right
 
+    def without_reach(self) -> AttentionOptions:
+        """The options of a call in which every query sees every key."""
+        return dataclasses.replace(self, is_causal=False, window_left=-1, window_right=-1)
+
 
 def static_bool(name: str, value: Any) -> bool:
     _refuse_traced(name, value, "bool")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Collection
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -130,6 +131,8 @@ def ring_attention(
         num_shards=num_devices,
     )
     num_chunks = _num_chunks(layout)
+    query_offset = 0 if query_offset is None else query_offset
+    query_offset = int(query_offset) if isinstance(query_offset, int | np.integer) else None
     unit = num_chunks * (_dropout.UNIT if call.options.dropout_rate else 1)
     for name, x in (("query", call.query), ("key", call.key)):
         if x.shape[1] % unit:
@@ -138,18 +141,8 @@ def ring_attention(
                 f"{name} must have a length on each device that is a multiple of {unit} with layout {layout!r}"
                 f"{dropout}, got {x.shape[1]}."
             )
-    if not _depends_on_positions(call.operands, call.options):
-        num_chunks = 1  # the keys of a shard may be in any order
-    query_offset = 0 if query_offset is None else query_offset
-    ring = _Ring.of(
-        axis_name,
-        num_devices,
-        num_chunks,
-        call.query.shape[1] // num_chunks,
-        call.key.shape[1] // num_chunks,
-        call.options,
-        int(query_offset) if isinstance(query_offset, int | np.integer) else None,
-    )
+    lengths = call.query.shape[1], call.key.shape[1]
+    ring = _Ring.of(axis_name, num_devices, num_chunks, lengths, call.operands, call.options, query_offset)
     # JAX knows the axes. Where shard_map does not check them, a gradient would be summed over any that is named here.
     axes = _sharding.varying_axes(lax.axis_index(axis_name))
     arrays = _sharding.with_matching_types(
@@ -183,11 +176,6 @@ def axis_size(axis_name: Any) -> int:
             f"axis_name must have axes of one mesh in its order, {mesh.axis_names}, got {axis_name!r}."
         )
     return size
-
-
-def _depends_on_positions(operands: Arrays, options: AttentionOptions) -> bool:
-    names = ("query_seq_lengths", "key_value_seq_lengths", "dropout_seeds")
-    return _subsequence.needs_offset(operands, options) or any(name in operands for name in names)
 
 
 def _with_exact_sums(operands: Arrays, query: jax.Array) -> Arrays:
@@ -272,6 +260,20 @@ class _Step(NamedTuple):
         return np.array([(*pairs[i], 1) if i < len(pairs) else (0, 0, 0) for pairs in self.pairs], np.int32)
 
 
+def _depends_on_positions(operands: Collection[str], options: AttentionOptions) -> bool:
+    """Otherwise the keys of a shard may be in any order."""
+    names = ("query_seq_lengths", "key_value_seq_lengths", "dropout_seeds")
+    return _subsequence.needs_offset(operands, options) or any(name in operands for name in names)
+
+
+def _only_causal_decides(
+    lengths: tuple[int, int], operands: Collection[str], options: AttentionOptions, offset: int | None
+) -> bool:
+    """Whether positions matter only in that no query sees later keys, and there are as many keys as queries."""
+    is_causal = options.reach == (-1, 0) and offset == 0 and lengths[0] == lengths[1]
+    return is_causal and not _depends_on_positions(operands, options.without_reach())
+
+
 @dataclasses.dataclass(frozen=True)
 class _Ring:
     axis_name: str | tuple[str, ...]
@@ -280,6 +282,10 @@ class _Ring:
     q_length: int  # of a chunk
     kv_length: int
     steps: tuple[_Step, ...]
+    # The layout is "zigzag", but only causal decides what a query sees, and chunks are whole shards. Of its own keys a
+    # device then sees what causal says. All its queries see the first half of the keys of a device before it, and the
+    # second half of them sees all keys of a device behind it.
+    by_halves: bool
 
     @classmethod
     def of(
@@ -287,13 +293,28 @@ class _Ring:
         axis_name: str | tuple[str, ...],
         num_devices: int,
         num_chunks: int,
-        q_length: int,
-        kv_length: int,
+        lengths: tuple[int, int],
+        operands: Collection[str],
         options: AttentionOptions,
         offset: int | None,
     ) -> _Ring:
-        """Plans the steps; `offset` None: known only when the program runs."""
-        left, right = (np.inf if limit < 0 else limit for limit in options.reach)
+        """Plans the steps.
+
+        Args:
+          num_chunks: that the layout has on a device. If positions do not decide which of them see each other, the
+            ring takes them as one.
+          lengths: of a device's queries and keys.
+          operands: the names of those of the call.
+          offset: of the queries; None if it is known only when the program runs.
+        """
+        reach = options.reach
+        by_halves = num_chunks == 2 and _only_causal_decides(lengths, operands, options, offset)
+        if by_halves:
+            reach = (-1, -1)
+        if by_halves or not _depends_on_positions(operands, options):
+            num_chunks = 1
+        q_length, kv_length = (length // num_chunks for length in lengths)
+        left, right = (np.inf if limit < 0 else limit for limit in reach)
 
         def may_see(device: int, i: int, sender: int, j: int) -> bool:
             if offset is None:
@@ -316,7 +337,7 @@ class _Ring:
             )
             if any(pairs):
                 steps.append(_Step(shift, pairs))
-        return cls(axis_name, num_devices, num_chunks, q_length, kv_length, tuple(steps))
+        return cls(axis_name, num_devices, num_chunks, q_length, kv_length, tuple(steps), by_halves)
 
     def chunk(self, device: Any, i: Any) -> Any:
         """The place in the sequence of a device's chunk."""
@@ -358,6 +379,7 @@ class _Pair(NamedTuple):
     j: Any
     is_real: Any
     is_aligned: bool = False  # are they the same part of the sequence, on every device?
+    is_turned: bool = False  # does the call have the second half of the rows before the first?
 
 
 def _pairs(ring: _Ring, step: _Step):
@@ -366,7 +388,8 @@ def _pairs(ring: _Ring, step: _Step):
     for slot in map(step.slot, range(step.num_slots)):
         i, j, is_real = jnp.asarray(slot)[device]
         is_own = step.shift == 0 and ring.q_length == ring.kv_length
-        yield _Pair(device, sender, i, j, is_real, is_aligned=is_own and all(slot[:, 0] == slot[:, 1]))
+        is_aligned = is_own and all(slot[:, 0] == slot[:, 1])
+        yield _Pair(device, sender, i, j, is_real, is_aligned, is_turned=ring.by_halves and not is_aligned)
 
 
 def _travelling(arrays: Arrays) -> Arrays:
@@ -379,9 +402,16 @@ def _axis(name: str, letter: str) -> int | None:
     return None if place < 0 else 1 + place
 
 
-def _rows(name: str, x: jax.Array, ring: _Ring, i: Any) -> jax.Array:
-    """The rows of chunk i of an array that has rows."""
-    return _slice(x, _axis(name, "t"), i * ring.q_length, ring.q_length)
+def _rows(name: str, x: jax.Array, ring: _Ring, pair: _Pair) -> jax.Array:
+    """The rows of the pair, of an array that has rows."""
+    x = _slice(x, _axis(name, "t"), pair.i * ring.q_length, ring.q_length)
+    return _turned(name, x) if pair.is_turned else x
+
+
+def _turned(name: str, x: jax.Array) -> jax.Array:
+    """The second half of the rows before the first; its own inverse."""
+    axis = _axis(name, "t")
+    return x if axis is None or x.shape[axis] == 1 else jnp.roll(x, x.shape[axis] // 2, axis)
 
 
 def _columns(name: str, x: jax.Array, ring: _Ring, pair: _Pair) -> jax.Array:
@@ -400,29 +430,30 @@ def _slice(x: jax.Array, axis: int | None, start: Any, size: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
-def _add_at(total: jax.Array, x: jax.Array, starts: tuple[Any, ...]) -> jax.Array:
-    """Adds x to the part of `total` that begins at `starts`."""
-    starts = tuple(
-        jnp.int32(0 if own == whole else start)
-        for start, own, whole in zip(starts, x.shape, total.shape, strict=True)
-    )
-    part = lax.dynamic_slice(total, starts, x.shape) + x.astype(total.dtype)
-    return part if x.shape == total.shape else lax.dynamic_update_slice(total, part, starts)
-
-
-def _part(arrays: Arrays, ring: _Ring, pair: _Pair, is_padded: bool) -> Arrays:
-    """The arrays of the call that a pair of chunks is; `is_padded`: the pair may not be real."""
+def _part(
+    arrays: Arrays, options: AttentionOptions, ring: _Ring, pair: _Pair, *, is_padded: bool = False
+) -> tuple[Arrays, AttentionOptions]:
+    """The arrays and the options of the call that a pair of chunks is; `is_padded`: the pair may not be real."""
     row = ring.chunk(pair.device, pair.i) * ring.q_length
     column = ring.chunk(pair.sender, pair.j) * ring.kv_length
-    part = {name: _columns(name, _rows(name, x, ring, pair.i), ring, pair) for name, x in arrays.items()}
+    part = {name: _columns(name, _rows(name, x, ring, pair), ring, pair) for name, x in arrays.items()}
     batch = arrays["q"].shape[:1]
-    with_offset = not pair.is_aligned  # kernels are faster where they know that it is 0
+    if pair.is_turned:
+        is_behind = pair.sender < pair.device
+        for name, length, is_halved in (
+            ("query_seq_lengths", ring.q_length, ~is_behind),
+            ("key_value_seq_lengths", ring.kv_length, is_behind),
+        ):
+            part[name] = jnp.full(batch, jnp.where(is_halved, length // 2, length), jnp.int32)
+        return part, options.without_reach()
+    # Kernels are faster where they know that it is 0.
+    with_offset = not pair.is_aligned and _subsequence.needs_offset(arrays, options)
     part = _subsequence.at(part, row, column, with_offset=with_offset)
     whole = ring.num_devices * ring.num_chunks * ring.kv_length
     if "key_value_seq_lengths" in arrays or is_padded:
         lengths = arrays.get("key_value_seq_lengths", jnp.full(batch, whole, jnp.int32))
         part["key_value_seq_lengths"] = (jnp.maximum(lengths, 0) - column) * pair.is_real
-    return part
+    return part, options
 
 
 # ---- Forward ----------------------------------------------------------------------------------------------
@@ -434,32 +465,46 @@ def _kernel(query, key, value, operands, options):
 
 def _attend(query, key, value, operands, options: AttentionOptions, ring: _Ring, attention):
     """The results of a device: `attention` of each pair of chunks, merged."""
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
-    lse = jnp.full_like(lax.index_in_dim(query, 0, -1, keepdims=False), -jnp.inf, dtype)
-    out = jnp.broadcast_to(jnp.zeros_like(lse)[..., None], (*lse.shape, value.shape[-1]))
     arrays = dict(q=query, k=key, v=value) | operands
     sinks = arrays.pop("sinks", None)
-    shift = 0
+    at_hand, shift = _travelling(arrays), 0
+    results = None if ring.num_chunks == 1 else _no_results(query, value)
     for step in ring.steps:
-        arrays |= ring.move(_travelling(arrays), step.shift - shift)
+        at_hand = ring.move(at_hand, step.shift - shift)
         shift = step.shift
         # A step begins, and with it the next transfer, when the last one has ended. XLA would else be free to begin all
         # transfers at once, and to keep the keys of all steps.
-        arrays, out, lse = lax.optimization_barrier((arrays, out, lse))
+        at_hand, results = lax.optimization_barrier((at_hand, results))
         for pair in _pairs(ring, step):
-            part = _part(arrays, ring, pair, is_padded=_is_padded(step))
+            part, part_options = _part(arrays | at_hand, options, ring, pair, is_padded=_is_padded(step))
             own = {name: part.pop(name) for name in "qkv"}
-            results = attention(own["q"], own["k"], own["v"], part, options)
-            merged = _merge(
-                *(_rows(name, x, ring, pair.i) for name, x in (("out", out), ("lse", lse))), *results
-            )
-            out, lse = (
-                lax.dynamic_update_slice_in_dim(whole, x, pair.i * ring.q_length, axis=1)
-                for whole, x in zip((out, lse), merged, strict=True)
-            )
+            more = attention(own["q"], own["k"], own["v"], part, part_options)
+            results = _with_pair(results, more, ring, pair)
+    out, lse = _no_results(query, value) if results is None else results
     if sinks is not None:
         out, lse = _merge(out, lse, jnp.zeros_like(out), jnp.broadcast_to(sinks[:, None], lse.shape))
     return out.astype(query.dtype), lse
+
+
+def _no_results(query: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Attention over no keys."""
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    lse = jnp.full_like(lax.index_in_dim(query, 0, -1, keepdims=False), -jnp.inf, dtype)
+    return jnp.broadcast_to(jnp.zeros_like(lse)[..., None], (*lse.shape, value.shape[-1])), lse
+
+
+def _with_pair(results, more, ring: _Ring, pair: _Pair):
+    """The results of a device's rows, None if there are none yet, with those of one pair more."""
+    names = ("out", "lse")
+    if pair.is_turned:
+        more = tuple(map(_turned, names, more))
+    if ring.num_chunks == 1:
+        return more if results is None else _merge(*results, *more)
+    merged = _merge(*(_rows(name, x, ring, pair) for name, x in zip(names, results, strict=True)), *more)
+    return tuple(
+        lax.dynamic_update_slice_in_dim(whole, x, pair.i * ring.q_length, axis=1)
+        for whole, x in zip(results, merged, strict=True)
+    )
 
 
 def _is_padded(step: _Step) -> bool:
@@ -474,6 +519,7 @@ def _merge(out, lse, more_out, more_lse):
     total = weight + more_weight
     is_empty = total == 0
     safe_total = jnp.where(is_empty, 1, total)
+    out, more_out = out.astype(lse.dtype), more_out.astype(lse.dtype)
     out = out * (weight / safe_total)[..., None] + more_out * (more_weight / safe_total)[..., None]
     return out, jnp.where(is_empty, -jnp.inf, top + jnp.log(safe_total))
 
@@ -507,35 +553,61 @@ _with_reverse_mode.__wrapped__.defvjp(_forward, _backward)
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _gradients(arrays: Arrays, options: AttentionOptions, ring: _Ring) -> Arrays:
     """The gradients of a device's arrays. Each pair of chunks adds to them, with out and lse of the whole row."""
-    dtype = arrays["lse"].dtype
     wanted = [name for name in DIFFERENTIABLE if name in arrays and name not in PART_OF_LSE]
-    total = {name: jnp.zeros_like(arrays[name], dtype) for name in wanted}
     of_lse = {name: jnp.zeros_like(arrays[name]) for name in PART_OF_LSE if name in arrays}
     for i in range(ring.num_chunks):
-        device = lax.axis_index(ring.axis_name)
-        part = _part(arrays, ring, _Pair(device, 0, i, 0, 1), is_padded=False)
+        part, _ = _part(arrays, options, ring, _Pair(lax.axis_index(ring.axis_name), 0, i, 0, 1))
         for name, x in _derivatives.gradients(part, list(of_lse), options).items():
             of_lse[name] += x
 
     arrays = {name: x for name, x in arrays.items() if name not in PART_OF_LSE}
+    # Keys wait for dout, and for the forward pass if dout does not. XLA would else be free to send those of all layers
+    # at once.
+    at_hand, arrays["dout"], arrays["lse"] = lax.optimization_barrier(
+        (_travelling(arrays), arrays["dout"], arrays["lse"])
+    )
     shift = 0
+    sums: Arrays = {}  # those of keys are of the keys at hand
     for step in ring.steps:
-        arrays |= ring.move(_travelling(arrays), step.shift - shift)
-        arrays, total = lax.optimization_barrier((arrays, total))  # as in the forward pass
-        # The sums for the keys come from the device before while this one computes what it adds to them.
-        total |= ring.move({name: total[name] for name in "kv"}, step.shift - shift)
+        at_hand = ring.move(at_hand, step.shift - shift)
+        at_hand, sums = lax.optimization_barrier((at_hand, sums))  # as in the forward pass
+        # The sums for the keys come from the device before while this one computes what it adds to them. They come
+        # together: XLA would else be free to combine the transfer of one with a later one of the other.
+        sums |= lax.optimization_barrier(ring.move(_of_keys(sums), step.shift - shift))
         shift = step.shift
         for pair in _pairs(ring, step):
-            part = _part(arrays, ring, pair, is_padded=_is_padded(step))
-            for name, x in _derivatives.gradients(part, wanted, options).items():
-                starts = [0] * x.ndim
-                if (axis := _axis(name, "t")) is not None:
-                    starts[axis] = pair.i * ring.q_length
-                if (axis := _axis(name, "s")) is not None:
-                    starts[axis] = _first_column(name, ring, pair)
-                total[name] = _add_at(total[name], x, tuple(starts))
-    total |= ring.move({name: total[name] for name in "kv"}, -shift)
-    return {name: x.astype(arrays[name].dtype) for name, x in total.items()} | of_lse
+            part, part_options = _part(arrays | at_hand, options, ring, pair, is_padded=_is_padded(step))
+            for name, x in _derivatives.gradients(part, wanted, part_options).items():
+                x = _turned(name, x) if pair.is_turned else x
+                sums[name] = _with_part(name, sums.get(name), x, arrays, ring, pair)
+    found = {name: sums.get(name, jnp.zeros_like(arrays[name])) for name in wanted}
+    found = {name: x.astype(arrays[name].dtype) for name, x in found.items()}
+    return found | ring.move(_of_keys(found), -shift) | of_lse
+
+
+def _of_keys(sums: Arrays) -> Arrays:
+    return {name: sums[name] for name in "kv" if name in sums}
+
+
+def _with_part(
+    name: str, total: jax.Array | None, x: jax.Array, arrays: Arrays, ring: _Ring, pair: _Pair
+) -> jax.Array:
+    """The sum of an array's gradient, None if there is none yet, and that of one pair more."""
+    shape, dtype = arrays[name].shape, arrays["lse"].dtype
+    if total is None:
+        if x.shape == shape:
+            return x  # rounded once, and so as small on its way as it can be
+        total = jnp.zeros_like(arrays[name], dtype)
+    total, x = total.astype(dtype), x.astype(dtype)
+    if x.shape == shape:
+        return total + x
+    starts = [jnp.int32(0)] * x.ndim
+    for letter, start in (("t", pair.i * ring.q_length), ("s", _first_column(name, ring, pair))):
+        axis = _axis(name, letter)
+        if axis is not None and x.shape[axis] < shape[axis]:
+            starts[axis] = jnp.int32(start)
+    part = lax.dynamic_slice(total, starts, x.shape) + x
+    return lax.dynamic_update_slice(total, part, starts)
 
 
 @_gradients.defjvp

@@ -52,6 +52,16 @@ OPTIONS = {
     "scale": (dict(scale=0.3), {}),
     "deterministic": (dict(deterministic=True), {}),
     "forward mode": (dict(is_causal=True), dict(forward_mode=True)),
+    # What a zigzag ring may have and still take shards by halves.
+    "causal and all that is in no order": (
+        {"is_causal": True, "logits_soft_cap": 1.5}
+        | {
+            name: x
+            for part in ("sinks", "groups", "bias", "mask", "segments")
+            for name, x in PARTS[part].items()
+        },
+        {},
+    ),
 }
 _PLACES = {f"{strategy}-{number}": (strategy, number) for strategy in STRATEGIES for number in NUMBERS}
 _EVERY_OPTION = {
@@ -63,6 +73,7 @@ _EVERY_OPTION = {
 _QUICK = [
     *(f"{name}-sharded jit-4" for name in ("causal", "groups", "bias", "short window")),
     *("alibi-contiguous-2", "segments-contiguous-4", "mask-zigzag-4", "causal-zigzag-2"),
+    *(f"causal and all that is in no order-zigzag-{number}" for number in (2, 4)),
 ]
 
 
