@@ -242,7 +242,7 @@ def _copied_bytes(attention: Attention, direction: str, plan: _ring._Ring, step:
     copied = summed = 0.0
     if plan.num_chunks > 1:
         copied = step.num_slots * (arrays_of_rows * queries + keys)
-    elif plan.by_halves and step is plan.steps[1]:
+    elif plan.by_halves and step.shift == 1:
         copied = arrays_of_rows * queries
     if plan.num_chunks > 1 or step is not plan.steps[0]:
         summed = step.num_slots * (queries if direction == FORWARD else queries + keys)

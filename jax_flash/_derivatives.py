@@ -194,7 +194,7 @@ def _zero_beyond_lengths(x: jax.Array, arrays: Arrays) -> jax.Array:
     """Sets the rows of x [..., T, N, H] beyond the lengths to 0: they may hold anything."""
     if "query_seq_lengths" not in arrays:
         return x
-    exists = jnp.arange(x.shape[-3]) < arrays["query_seq_lengths"][..., None]
+    exists = jnp.arange(x.shape[-3], dtype=jnp.int32) < arrays["query_seq_lengths"][..., None]
     return jnp.where(exists[..., None, None], x, 0)
 
 

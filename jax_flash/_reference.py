@@ -45,8 +45,8 @@ def attention(
     groups = (num_kv_heads, num_heads // max(num_kv_heads, 1))
     dtype = jnp.promote_types(query.dtype, jnp.float32)
 
-    row = jnp.arange(seqlen_q)[:, None]  # [T, 1]
-    column = jnp.arange(seqlen_kv)  # [S]
+    row = jnp.arange(seqlen_q, dtype=jnp.int32)[:, None]  # [T, 1]
+    column = jnp.arange(seqlen_kv, dtype=jnp.int32)  # [S]
     row_exists, column_exists = existing(row, column, operands)
     # Rows beyond the lengths may hold anything. They are replaced here, as 0 * NaN is NaN, forward and backward.
     query = jnp.where(_per_row(row_exists), query, 0)

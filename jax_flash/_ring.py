@@ -396,6 +396,11 @@ def _travelling(arrays: Arrays) -> Arrays:
     return {name: arrays[name] for name in _TRAVELLING if name in arrays}
 
 
+def _with_columns(arrays: Arrays) -> Arrays:
+    """Those that have the keys of all devices."""
+    return {name: x for name, x in arrays.items() if "s" in AXES[name] and name not in _TRAVELLING}
+
+
 def _axis(name: str, letter: str) -> int | None:
     """The axis of an array [B, ...], or None."""
     place = AXES[name].find(letter)
@@ -436,13 +441,13 @@ def _part(
     """The arrays and the options of the call that a pair of chunks is; `is_padded`: the pair may not be real."""
     row = ring.chunk(pair.device, pair.i) * ring.q_length
     column = ring.chunk(pair.sender, pair.j) * ring.kv_length
-    part = {name: _columns(name, _rows(name, x, ring, pair), ring, pair) for name, x in arrays.items()}
+    part = {name: _rows(name, _columns(name, x, ring, pair), ring, pair) for name, x in arrays.items()}
     batch = arrays["q"].shape[:1]
     if pair.is_turned:
-        is_behind = pair.sender < pair.device
+        comes_before = pair.sender < pair.device
         for name, length, is_halved in (
-            ("query_seq_lengths", ring.q_length, ~is_behind),
-            ("key_value_seq_lengths", ring.kv_length, is_behind),
+            ("query_seq_lengths", ring.q_length, ~comes_before),
+            ("key_value_seq_lengths", ring.kv_length, comes_before),
         ):
             part[name] = jnp.full(batch, jnp.where(is_halved, length // 2, length), jnp.int32)
         return part, options.without_reach()
@@ -473,8 +478,9 @@ def _attend(query, key, value, operands, options: AttentionOptions, ring: _Ring,
         at_hand = ring.move(at_hand, step.shift - shift)
         shift = step.shift
         # A step begins, and with it the next transfer, when the last one has ended. XLA would else be free to begin all
-        # transfers at once, and to keep the keys of all steps.
-        at_hand, results = lax.optimization_barrier((at_hand, results))
+        # transfers at once, and to keep the keys of all steps, and their columns of a mask or bias.
+        at_hand, results, columns = lax.optimization_barrier((at_hand, results, _with_columns(arrays)))
+        arrays |= columns
         for pair in _pairs(ring, step):
             part, part_options = _part(arrays | at_hand, options, ring, pair, is_padded=_is_padded(step))
             own = {name: part.pop(name) for name in "qkv"}
@@ -570,7 +576,9 @@ def _gradients(arrays: Arrays, options: AttentionOptions, ring: _Ring) -> Arrays
     sums: Arrays = {}  # those of keys are of the keys at hand
     for step in ring.steps:
         at_hand = ring.move(at_hand, step.shift - shift)
-        at_hand, sums = lax.optimization_barrier((at_hand, sums))  # as in the forward pass
+        # As in the forward pass.
+        at_hand, sums, columns = lax.optimization_barrier((at_hand, sums, _with_columns(arrays)))
+        arrays |= columns
         # The sums for the keys come from the device before while this one computes what it adds to them. They come
         # together: XLA would else be free to combine the transfer of one with a later one of the other.
         sums |= lax.optimization_barrier(ring.move(_of_keys(sums), step.shift - shift))

@@ -172,21 +172,38 @@ def test_calls_of_kernels(options, offsets):
     assert tuple("query_offset" in x for x in names) == offsets
 
 
+_GROWING = {
+    f"{layout}{', causal' * is_causal}{operand and ', '}{operand}": (layout, is_causal, operand)
+    for layout, is_causal, operand in itertools.product(LAYOUTS, (False, True), ("", "bias", "mask"))
+}
+
+
 @pytest.mark.parametrize(
-    ("layout", "is_causal"), quick.in_turn(LAYOUTS, (False, True), quick=("contiguous",))
+    ("layout", "is_causal", "operand"),
+    quick.rows(_GROWING, quick=("contiguous", "zigzag, causal, bias"), unpack=True),
 )
-def test_memory_does_not_grow_with_the_number_of_devices(layout, is_causal, platform):
+def test_memory_does_not_grow_with_the_number_of_devices(layout, is_causal, operand, platform):
     if platform == "cpu" and jax.__version_info__ < (0, 12):
         pytest.skip("seen with jax 0.7: XLA drops barriers on a CPU before it plans memory")
 
     def temporary_bytes(number):
         """Those of the forward pass and of a gradient on one device, which has 256 tokens."""
-        f = ring_call(mesh_of(number), layout, {}, is_causal=is_causal)
-        x = jax.ShapeDtypeStruct((1, 256 * number, 2, 64), jnp.float32)
-        lse = jax.ShapeDtypeStruct((1, 256 * number, 2), jnp.float32)
-        forward = jax.jit(lambda *args: f(*args, {}))
-        gradient = jax.jit(lambda *args: jax.vjp(forward, *args[:3])[1](args[3]))
-        lowered = forward.lower(x, x, x), gradient.lower(x, x, x, (x, lse))
+        length = 256 * number
+        x = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.float32)
+        lse = jax.ShapeDtypeStruct((1, length, 2), jnp.float32)
+        dtype = bool if operand == "mask" else jnp.float32
+        operands = {operand: jax.ShapeDtypeStruct((1, 2, length, length), dtype)} if operand else {}
+        forward = jax.jit(ring_call(mesh_of(number), layout, operands, is_causal=is_causal))
+        differentiable = {name: x for name, x in operands.items() if name == "bias"}
+
+        @jax.jit
+        def gradient(cotangents, operands, *args):
+            return jax.vjp(lambda *args: forward(*args[:3], operands | args[3]), *args)[1](cotangents)
+
+        lowered = (
+            forward.lower(x, x, x, operands),
+            gradient.lower((x, lse), operands, x, x, x, differentiable),
+        )
         return [x.compile().memory_analysis().temp_size_in_bytes for x in lowered]
 
     for few, many in zip(temporary_bytes(4), temporary_bytes(8), strict=True):
