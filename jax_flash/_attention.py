@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from . import _checks, _dropout, _fused, _paged, _reference, _sharding
 from ._alibi import Alibi
+from ._operands import sum_dtype
 from ._options import AttentionOptions, static_bool
 
 
@@ -240,7 +241,7 @@ def normal_form(
 
 def _operand(name: str, x: jax.Array, query: jax.Array) -> jax.Array:
     """An operand in the shape and dtype that the primitives take, for `query` [B, T, N, H]."""
-    lse_dtype = jnp.promote_types(query.dtype, jnp.float32)
+    lse_dtype = sum_dtype(query.dtype)
     if name == "scale_factor":
         return _sharding.per_batch(x.astype(lse_dtype), query)
     if name in ("sinks", "alibi_slopes"):

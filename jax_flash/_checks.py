@@ -17,6 +17,7 @@ import numpy as np
 
 from . import _ffi
 from ._alibi import Alibi
+from ._operands import sum_dtype
 from ._options import describe, static_int
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
@@ -118,7 +119,7 @@ def check_scale_array(scale: Any) -> jax.Array | None:
         raise TypeError(message)
     if scale.ndim:
         raise ValueError(message)
-    return scale.astype(jnp.promote_types(scale.dtype, jnp.float32))
+    return scale.astype(sum_dtype(scale.dtype))
 
 
 def check_lengths(name: str, lengths: Any, batch: int | None) -> jax.Array | None:

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from . import _sharding
+from ._operands import sum_dtype
 from ._options import AttentionOptions
 
 
@@ -56,7 +57,7 @@ class Halo(NamedTuple):
             size = transfer.end - transfer.begin
             return lax.dynamic_slice_in_dim(x, self._place(transfer), size, x.ndim - 3)
 
-        total = rows(_Transfer(0, 0, self.size)).astype(jnp.promote_types(x.dtype, jnp.float32))
+        total = rows(_Transfer(0, 0, self.size)).astype(sum_dtype(x.dtype))
         for transfer in self._transfers():
             part = self._move(rows(transfer), -transfer.distance).astype(total.dtype)
             total = total.at[..., transfer.begin : transfer.end, :, :].add(part)

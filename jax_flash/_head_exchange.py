@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from . import _sharding
+from ._operands import sum_dtype
 from ._options import AttentionOptions
 
 # An H200 moves a row of a head over NVLink in the time in which it computes it with so many keys, by the model of
@@ -61,7 +62,7 @@ class HeadExchange(NamedTuple):
         if (copies := self._copies(rows)) == 1:
             return x
         copied = x.reshape(*x.shape[:heads], x.shape[heads] // copies, copies, *x.shape[heads + 1 :])
-        return jnp.sum(copied, heads + 1, jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
+        return jnp.sum(copied, heads + 1, sum_dtype(x.dtype)).astype(x.dtype)
 
     def _copies(self, rows: str) -> int:
         """How many devices need each head of an array with these rows."""

@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import _dropout, _halo, _head_exchange, _partitioning, _sharding, _subsequence
-from ._operands import AXES, POOLED, first_batch_axis, has_keys, is_broadcastable
+from ._operands import AXES, POOLED, first_batch_axis, has_keys, is_broadcastable, sum_dtype
 from ._options import AttentionOptions
 from ._passes import Pass, bind, whole_keys
 
@@ -243,7 +243,7 @@ def sum_over_devices(x: jax.Array, axes: list, scattered: tuple, axis: int | Non
 
     The parts have the array's dtype, and their sum is rounded to it once.
     """
-    total = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    total = x.astype(sum_dtype(x.dtype))
     if scattered:
         total = jax.lax.psum_scatter(total, scattered, scatter_dimension=axis, tiled=True)
     if others := [axis for axis in axes if axis not in scattered]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +53,11 @@ TANGENTS = tuple(f"{direction}{name}" for direction in DIRECTIONS for name in DI
 def is_directed(name: str) -> bool:
     """Whether an array has an axis of directions D before its batch axes: several tangents beside one primal."""
     return name in _DIRECTED
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """The dtype of logits, of the log-sum-exp and of sums, of a call whose query has this dtype."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 _DIRECTED = {

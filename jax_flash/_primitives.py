@@ -26,7 +26,7 @@ from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
 from . import _blocked, _checks, _kernel_choice, _on_shards, _partitioning, _workspace
-from ._operands import AXES, POOLED, first_batch_axis, is_directed
+from ._operands import AXES, POOLED, first_batch_axis, is_directed, sum_dtype
 from ._options import AttentionOptions
 from ._passes import (
     BACKWARD,
@@ -178,7 +178,7 @@ def _arrays_of_backward(q, k, v, out, lse, dout, dlse, operands):
 
 def forward_avals(q, k, v, *_, **params):
     spec = q.sharding.spec  # all None except under explicit sharding
-    lse_dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    lse_dtype = sum_dtype(q.dtype)
     # `update` keeps the rest of the type, such as the mesh axes that the array varies over in shard_map.
     out = q.update(
         shape=(*q.shape[:-1], v.shape[-1]),

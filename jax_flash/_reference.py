@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import _dropout
+from ._operands import sum_dtype
 from ._options import AttentionOptions
 
 _INT32 = jnp.iinfo(jnp.int32)
@@ -43,7 +44,7 @@ def attention(
     batch, seqlen_q, num_heads, head_dim = query.shape
     seqlen_kv, num_kv_heads = key.shape[1:3]
     groups = (num_kv_heads, num_heads // max(num_kv_heads, 1))
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    dtype = sum_dtype(query.dtype)
 
     row = jnp.arange(seqlen_q, dtype=jnp.int32)[:, None]  # [T, 1]
     column = jnp.arange(seqlen_kv, dtype=jnp.int32)  # [S]

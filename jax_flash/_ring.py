@@ -27,7 +27,7 @@ from jax.typing import ArrayLike
 
 from . import _attention, _checks, _derivatives, _dropout, _reference, _sharding, _subsequence
 from ._alibi import Alibi
-from ._operands import AXES, DIFFERENTIABLE, PART_OF_LSE
+from ._operands import AXES, DIFFERENTIABLE, PART_OF_LSE, sum_dtype
 from ._options import AttentionOptions, describe, static_bool, static_int
 
 Arrays = dict[str, jax.Array]
@@ -183,7 +183,7 @@ def _with_exact_sums(operands: Arrays, query: jax.Array) -> Arrays:
     bias = operands.get("bias")
     if bias is None or 1 not in bias.shape[2:]:
         return operands
-    return operands | {"bias": bias.astype(jnp.promote_types(query.dtype, jnp.float32))}
+    return operands | {"bias": bias.astype(sum_dtype(query.dtype))}
 
 
 def to_zigzag(x: ArrayLike, num_devices: int, axis: int = 1) -> jax.Array:
@@ -494,7 +494,7 @@ def _attend(query, key, value, operands, options: AttentionOptions, ring: _Ring,
 
 def _no_results(query: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Attention over no keys."""
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    dtype = sum_dtype(query.dtype)
     lse = jnp.full_like(lax.index_in_dim(query, 0, -1, keepdims=False), -jnp.inf, dtype)
     return jnp.broadcast_to(jnp.zeros_like(lse)[..., None], (*lse.shape, value.shape[-1])), lse
 

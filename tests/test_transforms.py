@@ -74,6 +74,29 @@ def test_value_and_grad(platform):
     assert_gradients_close(gradients, want)
 
 
+@pytest.mark.parametrize("has_int64", [False, True], ids=["", "int64"])
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_strict_promotion_of_dtypes(implementation, has_int64, platform):
+    """JAX may be told to raise an error where it would promote a dtype."""
+    names = ("query_seq_lengths", "key_value_seq_lengths", "query_offset")
+    options = {name: np.int32([3, 6]) for name in names} | dict(sinks=random(4))
+
+    def gradients(q, k, v, bias, scale):
+        def f(q, k, v, bias, scale):
+            call = functools.partial(jax_flash.flash_attention, is_causal=True, implementation=implementation)
+            return call(q, k, v, bias, scale=scale, return_residual=True, **options)
+
+        results, vjp = jax.vjp(f, q, k, v, bias, scale)
+        return results, vjp(results)
+
+    with harness.x64("float64" if has_int64 else "float32"):
+        args = *(jnp.asarray(x, jnp.bfloat16) for x in qkv(2)), random(1, 4, 6, 9), np.float32(0.5)
+        want = jax.jit(gradients)(*args)
+        with jax.numpy_dtype_promotion("strict"):
+            got = jax.jit(gradients)(*args)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 def test_same_array_three_times(platform):
     (x,) = qkv(2, n=2)[:1]
     got = jax.grad(lambda x: loss(x, x, x))(x)
