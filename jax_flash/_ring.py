@@ -451,7 +451,7 @@ def _part(
         ):
             part[name] = jnp.full(batch, jnp.where(is_halved, length // 2, length), jnp.int32)
         return part, options.without_reach()
-    # Kernels are faster where they know that it is 0.
+    # Kernels are faster where they know that the offset is 0.
     with_offset = not pair.is_aligned and _subsequence.needs_offset(arrays, options)
     part = _subsequence.at(part, row, column, with_offset=with_offset)
     whole = ring.num_devices * ring.num_chunks * ring.kv_length
