@@ -10,7 +10,8 @@ update are one program. Only the attention differs: jax_flash, or `jax.nn` with 
 
 With `--context-parallel N` each of N devices has an N-th of every sequence, and all parameters. Attention is
 `jax_flash.ring_attention`. XLA shards everything else, which works token by token. Tokens, labels and positions are in
-the order of the layout "zigzag", in which causal attention is equally much work for all devices.
+the order of the layout "zigzag", in which causal attention is equally much work for all devices. With the XLA flags of
+docs/long_context.md, keys and values travel while the kernels run.
 """
 
 import argparse
