@@ -216,13 +216,13 @@ def ring(machine: Machine, attention: Attention, num_devices: int, layout: str) 
     seconds = in_turn = arriving = 0.0
     for direction in (FORWARD, BACKWARD):
         of_pair = attention.kernel(machine, direction, seen)
-        for step, next_step in itertools.zip_longest(plan.steps, plan.steps[1:]):
-            # The next keys travel under the kernels, and the gradients of the step before: those of one call as they
+        for i, step in enumerate(plan.steps):
+            # The next keys travel under the kernels, and the gradients of the steps before: those of one call as they
             # are, sums in float32.
-            travelling = keys if next_step else 0
-            if direction == BACKWARD and step.shift:
-                travelling += keys if plan.num_chunks == 1 and step is plan.steps[1] else sums
-            copies = _copied_bytes(attention, direction, plan, step) / machine.memory
+            travelling = keys if i + 1 < len(plan.steps) else 0
+            if direction == BACKWARD and i > 0:
+                travelling += keys if plan.num_chunks == 1 and i == 1 else sums
+            copies = _copied_bytes(attention, direction, plan, i) / machine.memory
             kernels = copies + max(kernels_of(step, device, of_pair) for device in range(num_devices))
             transfer = machine.send(travelling, num_devices) if travelling else 0
             seconds += max(kernels, transfer)
@@ -235,17 +235,18 @@ def ring(machine: Machine, attention: Attention, num_devices: int, layout: str) 
     return Prediction(seconds, in_turn, arriving)
 
 
-def _copied_bytes(attention: Attention, direction: str, plan: _ring._Ring, step: _ring._Step) -> float:
-    """What a step reads and writes around its kernels: parts of a shard, turned shards, sums in float32."""
+def _copied_bytes(attention: Attention, direction: str, plan: _ring._Ring, i: int) -> float:
+    """What step i reads and writes around its kernels: parts of a shard, swapped halves, sums in float32."""
+    num_slots = plan.steps[i].num_slots
     queries, keys = attention.query_bytes(plan.q_length), attention.key_bytes(plan.kv_length)
     arrays_of_rows = 1 if direction == FORWARD else 3
     copied = summed = 0.0
     if plan.num_chunks > 1:
-        copied = step.num_slots * (arrays_of_rows * queries + keys)
-    elif plan.by_halves and step.shift == 1:
+        copied = num_slots * (arrays_of_rows * queries + keys)
+    elif plan.by_halves and i == 1:
         copied = arrays_of_rows * queries
-    if plan.num_chunks > 1 or step is not plan.steps[0]:
-        summed = step.num_slots * (queries if direction == FORWARD else queries + keys)
+    if plan.num_chunks > 1 or i > 0:
+        summed = num_slots * (queries if direction == FORWARD else queries + keys)
     return 2 * copied + summed * (1 + 2 * 4 / attention.itemsize)
 
 

@@ -27,11 +27,11 @@ __device__ __forceinline__ uint32_t transpose(uint32_t row, int lane) {
   return row;
 }
 
-// The segment ids among which are those of a block.
+// The range of a block's segment ids.
 struct SegmentRange {
   int lowest, highest;
 
-  // Of ids [count], count from 1 to kVisibilityBlock; found by a warp.
+  // Of ids [count], 1 <= count <= kVisibilityBlock. Called by a whole warp.
   __device__ __forceinline__ static SegmentRange of(const int32_t* ids, int count) {
     const int lane = threadIdx.x % 32;
     // A lane that has no id repeats the first one.
@@ -43,7 +43,7 @@ struct SegmentRange {
     return highest >= other.lowest && other.highest >= lowest;
   }
 
-  __device__ __forceinline__ bool is_one_and(const SegmentRange& other) const {
+  __device__ __forceinline__ bool is_same_segment_as(const SegmentRange& other) const {
     return lowest == highest && other.lowest == other.highest && lowest == other.lowest;
   }
 };
@@ -51,7 +51,7 @@ struct SegmentRange {
 constexpr int kSegmentBlocksM = 32, kSegmentBlocksN = 128, kSegmentThreads = 256;
 
 // The visibility [B, M, U] of each block of 64 queries and 64 keys by segments alone. A thread block finds
-// the ids of so many blocks of queries and of keys, and compares each with each.
+// the ranges of kSegmentBlocksM blocks of queries and kSegmentBlocksN blocks of keys, and compares all pairs.
 __global__ void __launch_bounds__(kSegmentThreads)
     segment_visibility_kernel(const __grid_constant__ AttentionParams params) {
   constexpr int kBlock = kVisibilityBlock;
@@ -81,9 +81,9 @@ __global__ void __launch_bounds__(kSegmentThreads)
     const int m = first_m + i / kSegmentBlocksN, n = first_n + i % kSegmentBlocksN;
     if (m >= m_blocks || n >= n_blocks) continue;
     const SegmentRange &queries = of_queries[i / kSegmentBlocksN], &keys = of_keys[i % kSegmentBlocksN];
-    visibility[m * n_blocks + n] = !queries.may_meet(keys)    ? kHidden
-                                   : queries.is_one_and(keys) ? kWhole
-                                                              : kPartly;
+    visibility[m * n_blocks + n] = !queries.may_meet(keys)            ? kHidden
+                                   : queries.is_same_segment_as(keys) ? kWhole
+                                                                      : kPartly;
   }
 }
 
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(256)
     const auto queries = SegmentRange::of(params.query_segment_ids + batch * seqlen_q + m_start, rows);
     const auto of_keys = SegmentRange::of(params.key_value_segment_ids + batch * seqlen_kv + n_start, keys);
     any = queries.may_meet(of_keys);
-    all = queries.is_one_and(of_keys);
+    all = queries.is_same_segment_as(of_keys);
   }
   // Even where segments hide everything: another batch element may share this part of the mask. Four lanes
   // read a row of the block, 16 keys each, and put it together in shared memory.

@@ -307,14 +307,13 @@ class _Ring:
           operands: the names of those of the call.
           offset: of the queries; None if it is known only when the program runs.
         """
-        reach = options.reach
         by_halves = num_chunks == 2 and _only_causal_decides(lengths, operands, options, offset)
         if by_halves:
-            reach = (-1, -1)
-        if by_halves or not _depends_on_positions(operands, options):
+            options = options.without_reach()  # some query of each shard sees a key of every other
+        if not _depends_on_positions(operands, options):
             num_chunks = 1
         q_length, kv_length = (length // num_chunks for length in lengths)
-        left, right = (np.inf if limit < 0 else limit for limit in reach)
+        left, right = (np.inf if limit < 0 else limit for limit in options.reach)
 
         def may_see(device: int, i: int, sender: int, j: int) -> bool:
             if offset is None:
@@ -379,7 +378,7 @@ class _Pair(NamedTuple):
     j: Any
     is_real: Any
     is_aligned: bool = False  # are they the same part of the sequence, on every device?
-    is_turned: bool = False  # does the call have the second half of the rows before the first?
+    is_swapped: bool = False  # does the call have the second half of the rows before the first?
 
 
 def _pairs(ring: _Ring, step: _Step):
@@ -389,7 +388,7 @@ def _pairs(ring: _Ring, step: _Step):
         i, j, is_real = jnp.asarray(slot)[device]
         is_own = step.shift == 0 and ring.q_length == ring.kv_length
         is_aligned = is_own and all(slot[:, 0] == slot[:, 1])
-        yield _Pair(device, sender, i, j, is_real, is_aligned, is_turned=ring.by_halves and not is_aligned)
+        yield _Pair(device, sender, i, j, is_real, is_aligned, is_swapped=ring.by_halves and not is_aligned)
 
 
 def _travelling(arrays: Arrays) -> Arrays:
@@ -410,10 +409,10 @@ def _axis(name: str, letter: str) -> int | None:
 def _rows(name: str, x: jax.Array, ring: _Ring, pair: _Pair) -> jax.Array:
     """The rows of the pair, of an array that has rows."""
     x = _slice(x, _axis(name, "t"), pair.i * ring.q_length, ring.q_length)
-    return _turned(name, x) if pair.is_turned else x
+    return _swapped(name, x) if pair.is_swapped else x
 
 
-def _turned(name: str, x: jax.Array) -> jax.Array:
+def _swapped(name: str, x: jax.Array) -> jax.Array:
     """The second half of the rows before the first; its own inverse."""
     axis = _axis(name, "t")
     return x if axis is None or x.shape[axis] == 1 else jnp.roll(x, x.shape[axis] // 2, axis)
@@ -443,7 +442,7 @@ def _part(
     column = ring.chunk(pair.sender, pair.j) * ring.kv_length
     part = {name: _rows(name, _columns(name, x, ring, pair), ring, pair) for name, x in arrays.items()}
     batch = arrays["q"].shape[:1]
-    if pair.is_turned:
+    if pair.is_swapped:
         comes_before = pair.sender < pair.device
         for name, length, is_halved in (
             ("query_seq_lengths", ring.q_length, ~comes_before),
@@ -502,8 +501,8 @@ def _no_results(query: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Arra
 def _with_pair(results, more, ring: _Ring, pair: _Pair):
     """The results of a device's rows, None if there are none yet, with those of one pair more."""
     names = ("out", "lse")
-    if pair.is_turned:
-        more = tuple(map(_turned, names, more))
+    if pair.is_swapped:
+        more = tuple(map(_swapped, names, more))
     if ring.num_chunks == 1:
         return more if results is None else _merge(*results, *more)
     merged = _merge(*(_rows(name, x, ring, pair) for name, x in zip(names, results, strict=True)), *more)
@@ -586,7 +585,7 @@ def _gradients(arrays: Arrays, options: AttentionOptions, ring: _Ring) -> Arrays
         for pair in _pairs(ring, step):
             part, part_options = _part(arrays | at_hand, options, ring, pair, is_padded=_is_padded(step))
             for name, x in _derivatives.gradients(part, wanted, part_options).items():
-                x = _turned(name, x) if pair.is_turned else x
+                x = _swapped(name, x) if pair.is_swapped else x
                 sums[name] = _with_part(name, sums.get(name), x, arrays, ring, pair)
     found = {name: sums.get(name, jnp.zeros_like(arrays[name])) for name in wanted}
     found = {name: x.astype(arrays[name].dtype) for name, x in found.items()}
@@ -604,7 +603,7 @@ def _with_part(
     shape, dtype = arrays[name].shape, arrays["lse"].dtype
     if total is None:
         if x.shape == shape:
-            return x  # rounded once, and so as small on its way as it can be
+            return x  # in the kernel's dtype: the first hop moves no more than that
         total = jnp.zeros_like(arrays[name], dtype)
     total, x = total.astype(dtype), x.astype(dtype)
     if x.shape == shape:

@@ -206,8 +206,9 @@ def test_memory_does_not_grow_with_the_number_of_devices(layout, is_causal, oper
         )
         return [x.compile().memory_analysis().temp_size_in_bytes for x in lowered]
 
-    for few, many in zip(temporary_bytes(4), temporary_bytes(8), strict=True):
-        assert many < 1.3 * few
+    # A ring of fewer than 5 devices ends before the gradient needs most.
+    for few, many in zip(temporary_bytes(5), temporary_bytes(8), strict=True):
+        assert many < 1.2 * few
 
 
 # ---- Transformations ----------------------------------------------------------------------------------------------
