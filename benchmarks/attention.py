@@ -19,6 +19,7 @@ to --output.
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -99,6 +100,8 @@ def gpu_shapes() -> Iterator[Shape]:
     for precision, seq_len, causal in itertools.product(("default", "highest"), (1024, 4096), (False, True)):
         batch = 16384 // seq_len
         yield Shape("float32", batch, seq_len, 16, 128, "float32", is_causal=causal, precision=precision)
+    for head_dim, causal in itertools.product((64, 128), (False, True)):
+        yield Shape("float64", 4, 4096, 2048 // head_dim, head_dim, "float64", is_causal=causal)
     for num_kv_heads in (32, 8):
         yield Shape("grouped heads", 2, 8192, 32, 128, is_causal=True, num_kv_heads=num_kv_heads)
     for seq_len, causal in itertools.product((1000, 1024, 4097, 4224), (False, True)):
@@ -159,6 +162,8 @@ def implementation(name: str, shape: Shape) -> Callable[..., jax.Array]:
         if shape.option == DROPOUT:
             options["dropout_rate"] = DROPOUT_RATE
         return functools.partial(jax_flash.flash_attention, **options)
+    if name == "xla" and shape.dtype == "float64":  # jax.nn's has float32 logits
+        return functools.partial(jax_flash.flash_attention, implementation=name, **options)
     return functools.partial(jax.nn.dot_product_attention, implementation=name, **options)
 
 
@@ -659,7 +664,8 @@ def sweep(
             report.left_out.append(f"{shape.describe()}: out of time")
             continue
         try:
-            cells = run_shape(shape, names, directions, timer)
+            with measure.float64_enabled() if shape.dtype == "float64" else contextlib.nullcontext():
+                cells = run_shape(shape, names, directions, timer)
         except Exception as error:  # a failing shape must not stop the others
             report.left_out.append(f"{shape.describe()}: {measure.reason(error)}")
             continue

@@ -208,6 +208,8 @@ def compare(got: jax.Array, expected: np.ndarray) -> Json:
 
 def tolerance(dtype: str, precision: str | None, seqlen_kv: int) -> tuple[str, float]:
     """The error of `compare` to check and its limit, several times the rounding error of the arithmetic."""
+    if dtype == "float64":
+        return "max", 1e-14 * math.sqrt(seqlen_kv)
     if dtype == "float32" and precision == "highest":
         return "max", 2e-6 * math.sqrt(seqlen_kv)
     return "relative", {"bfloat16": 8e-3, "float16": 1.5e-3, "float32": 1.5e-3}[dtype]

@@ -229,7 +229,8 @@ PlaneWorkspace PlanesOf(const Workspace& workspace) {
           .k = workspace.k_plane.data,
           .v = workspace.v_plane.data,
           .dout = workspace.dout_plane.data,
-          .rows = workspace.plane_rows.data};
+          .rows = workspace.plane_rows.data,
+          .count = dims[0]};
 }
 
 // What every call begins with: options, the names of its operands, and q, k and v.

@@ -21,6 +21,7 @@ ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& par
   const bool is_backward_tangent = pass == Pass::kBackwardTangent;
   const bool is_gradient = is_backward || pass == Pass::kBackwardBias || is_backward_tangent;
   const bool is_16_bit = params.dtype == DType::kFloat16 || params.dtype == DType::kBFloat16;
+  const int64_t sum_words = params.dtype == DType::kFloat64 ? 2 : 1;
   const bool may_have_planes = params.dtype == DType::kFloat32 && (is_forward || is_backward);
   const bool is_deterministic = params.options.deterministic;
   const bool has_mask = !!params.mask, has_segments = params.has_segments();
@@ -35,9 +36,10 @@ ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& par
   const auto blocks = NumBlocks;
   // Python decides about these. The array is the next result when the table asks first.
   int64_t planes = -1;
+  const int64_t all_planes = is_forward && params.options.precision > 0 ? 2 : 1;
   const auto num_planes = [&] {
     const Dims dims = call.PeekResultDims();
-    if (planes < 0) planes = dims.size() == 4 && dims[0] != 0;
+    if (planes < 0) planes = dims.size() == 4 && dims[0] != 0 ? all_planes : 0;
     return planes;
   };
   const auto num_key_parts = [&] {

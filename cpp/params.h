@@ -87,6 +87,7 @@ struct PlaneWorkspace {
   int32_t* scales;
   uint16_t *q, *k, *v, *dout;
   float* rows;
+  int64_t count;  // of planes of each array, one behind the other: 1, or 2 for three products
 
   JAX_FLASH_INLINE explicit operator bool() const { return scales != nullptr; }
 };
@@ -192,7 +193,7 @@ struct BackwardParams : AttentionParams {
   int64_t dbias_rows, dbias_keys;        // 1 or kVisibilityBlock
 
   // Workspace of the CUDA kernels: workspace.def has the shapes.
-  float* delta;     // rowsum(dout * out) - dlse
+  float* delta;     // rowsum(dout * out) - dlse; of float64 it, lse_log2 and row_tangents are doubles
   float* lse_log2;  // lse * log2(e), made safe for exp2
   float* dq_accum;  // sums of dq, in 16 bits or of planes, in an order that suits the kernel; null if it
                     // needs none

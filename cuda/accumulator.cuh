@@ -1,8 +1,8 @@
 // The layout of a warp's accumulators.
 //
-// A lane holds float acc[kMTiles][kNTiles][4]. Element 2h + c of tile (mt, nt) is row accumulator_row(mt, h)
-// and column accumulator_column(nt, c) of the warp's part of the product. This is the layout of mma.sync, and
-// of each warp of a wgmma, which has 16 rows (kMTiles = 1).
+// A lane holds acc[kMTiles][kNTiles][4], of float or double. Element 2h + c of tile (mt, nt) is row
+// accumulator_row(mt, h) and column accumulator_column(nt, c) of the warp's part of the product. This is the
+// layout of mma.sync, and of each warp of a wgmma, which has 16 rows (kMTiles = 1).
 #pragma once
 
 namespace jax_flash::cuda {
@@ -13,8 +13,8 @@ __device__ __forceinline__ int accumulator_row(int mt, int h) { return 16 * mt +
 
 __device__ __forceinline__ int accumulator_column(int nt, int c) { return 8 * nt + 2 * (lane_id() % 4) + c; }
 
-template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void clear(float (&acc)[kMTiles][kNTiles][4]) {
+template <class Number, int kMTiles, int kNTiles>
+__device__ __forceinline__ void clear(Number (&acc)[kMTiles][kNTiles][4]) {
 #pragma unroll
   for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
@@ -26,8 +26,8 @@ __device__ __forceinline__ void clear(float (&acc)[kMTiles][kNTiles][4]) {
 }
 
 // Calls f(mt, h, nt, c) for accumulator 2h + c of each tile (mt, nt), row by row.
-template <int kMTiles, int kNTiles, class F>
-__device__ __forceinline__ void for_each_accumulator(const float (&)[kMTiles][kNTiles][4], F f) {
+template <class Number, int kMTiles, int kNTiles, class F>
+__device__ __forceinline__ void for_each_accumulator(const Number (&)[kMTiles][kNTiles][4], F f) {
 #pragma unroll
   for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
@@ -52,8 +52,8 @@ __device__ __forceinline__ void for_each_accumulator_row(const T (&)[kMTiles][2]
 }
 
 // The sum of `value` over kLanes neighbouring lanes.
-template <int kLanes>
-__device__ __forceinline__ float sum_lanes(float value) {
+template <int kLanes, class Number>
+__device__ __forceinline__ Number sum_lanes(Number value) {
 #pragma unroll
   for (int offset = kLanes / 2; offset > 0; offset /= 2) {
     value += __shfl_xor_sync(0xffffffff, value, offset);
@@ -62,6 +62,9 @@ __device__ __forceinline__ float sum_lanes(float value) {
 }
 
 // The sum over the four lanes that share a row.
-__device__ __forceinline__ float row_sum(float value) { return sum_lanes<4>(value); }
+template <class Number>
+__device__ __forceinline__ Number row_sum(Number value) {
+  return sum_lanes<4>(value);
+}
 
 }  // namespace jax_flash::cuda

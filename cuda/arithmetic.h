@@ -1,4 +1,5 @@
-// The arithmetics that kernels are compiled for: the element type in memory, and how products are formed.
+// The arithmetics that kernels are compiled for: the element type in memory, how products are formed, and the
+// type of their sums and of everything between two products.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,32 +15,49 @@ namespace jax_flash::cuda {
 // bfloat16 operands, float32 sums.
 struct bfloat16 {
   using Element = __nv_bfloat16;
+  using Sum = float;
 };
 
 // float16 operands, float32 sums.
 struct float16 {
   using Element = __half;
+  using Sum = float;
 };
 
 // float32 operands rounded to TF32 for the products: relative error 2^-11 an operand.
 struct tf32 {
   using Element = float;
+  using Sum = float;
 };
 
 // float32 operands, each split into two TF32 numbers and multiplied in three products (Ootomo and Yokota,
 // arXiv:2203.03341): relative error 2^-22 an operand, close to float32's own.
 struct tf32x3 {
   using Element = float;
+  using Sum = float;
 };
 
 // tf32x3 with float32's results for infinite operands, 20 % slower. Only the forward kernel uses it: infinite
 // inputs have defined outputs, but their gradients are NaN anyway.
 struct tf32x3_infinity {
   using Element = float;
+  using Sum = float;
 };
+
+// float64 operands and sums.
+struct float64 {
+  using Element = double;
+  using Sum = double;
+};
+
+// Of row statistics and what else is not of an operand's dtype.
+template <class Element>
+using SumOf = std::conditional_t<std::is_same_v<Element, double>, double, float>;
 
 template <class Arithmetic>
 inline constexpr bool kIs16Bit = sizeof(typename Arithmetic::Element) == 2;
+template <class Arithmetic>
+inline constexpr bool kIs64Bit = sizeof(typename Arithmetic::Element) == 8;
 
 // Two float32 rounded to the 16-bit type.
 template <class Arithmetic>

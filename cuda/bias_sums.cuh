@@ -84,25 +84,25 @@ struct BiasSumsTile {
 };
 
 // sums += ds, or for slopes -distance * ds, for a warp's rows row0.. and columns column0...
-template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void add_to_bias_sums(float (&sums)[kMTiles][kNTiles][4],
-                                                 const float (&ds)[kMTiles][kNTiles][4],
-                                                 const Pairs<false>& pairs, int row0, int column0) {
+template <class Sum, int kMTiles, int kNTiles>
+__device__ __forceinline__ void add_to_bias_sums(Sum (&sums)[kMTiles][kNTiles][4],
+                                                 const Sum (&ds)[kMTiles][kNTiles][4],
+                                                 const QueryPairs<Sum>& pairs, int row0, int column0) {
   for_each_accumulator(sums, [&](int mt, int h, int nt, int c) {
-    float weight = 1;
+    Sum weight = 1;
     if (pairs.params.alibi_slopes) {
-      weight = -fabsf(alibi_distance(pairs, row0 + 16 * mt, column0) +
-                      alibi_distance_step<Pairs<false>>(nt, 2 * h + c));
+      weight = -fabs(alibi_distance(pairs, row0 + 16 * mt, column0) +
+                     alibi_distance_step<QueryPairs<Sum>>(nt, 2 * h + c));
     }
     sums[mt][nt][2 * h + c] += weight * ds[mt][nt][2 * h + c];
   });
 }
 
 // Writes a tile's sums, of which a warp holds those from (row, column) of the tile on. By a block of
-// kThreads, whose shared memory, of kBlockM * kBlockN floats, may be overwritten once all threads are here.
-template <int kThreads, int kBlockM, int kBlockN, int kMTiles, int kNTiles>
+// kThreads, whose shared memory, of kBlockM * kBlockN sums, may be overwritten once all threads are here.
+template <int kThreads, class Sum, int kBlockM, int kBlockN, int kMTiles, int kNTiles>
 __device__ __forceinline__ void write_bias_sums(const BiasSumsTile<kBlockM, kBlockN>& tile,
-                                                const float (&sums)[kMTiles][kNTiles][4], int row, int column,
+                                                const Sum (&sums)[kMTiles][kNTiles][4], int row, int column,
                                                 void* shared) {
   const BackwardParams& params = tile.params;
   const int seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
@@ -110,7 +110,7 @@ __device__ __forceinline__ void write_bias_sums(const BiasSumsTile<kBlockM, kBlo
 
   // ---- One sum for each pair ----
   if (sum_rows == 1 && sum_keys == 1) {
-    float* gSums = static_cast<float*>(params.dbias) + tile.index * seqlen_q * seqlen_kv;
+    Sum* gSums = static_cast<Sum*>(params.dbias) + tile.index * seqlen_q * seqlen_kv;
     for_each_accumulator(sums, [&](int mt, int h, int nt, int c) {
       const int query = tile.m_start + row + accumulator_row(mt, h),
                 key = tile.n_start + column + accumulator_column(nt, c);
@@ -122,19 +122,19 @@ __device__ __forceinline__ void write_bias_sums(const BiasSumsTile<kBlockM, kBlo
 
   // ---- Or those of blocks of queries, of keys or of both, by one warp for each block ----
   __syncthreads();
-  float* sSums = static_cast<float*>(shared);  // [kBlockM, kBlockN]
+  Sum* sSums = static_cast<Sum*>(shared);  // [kBlockM, kBlockN]
   for_each_accumulator(sums, [&](int mt, int h, int nt, int c) {
     sSums[(row + accumulator_row(mt, h)) * kBlockN + column + accumulator_column(nt, c)] =
         sums[mt][nt][2 * h + c];
   });
   __syncthreads();
   const int rows_out = (seqlen_q + sum_rows - 1) / sum_rows, keys_out = (seqlen_kv + sum_keys - 1) / sum_keys;
-  float* gSums = static_cast<float*>(params.dbias) + tile.index * rows_out * keys_out;
+  Sum* gSums = static_cast<Sum*>(params.dbias) + tile.index * rows_out * keys_out;
   const int own_rows = (tile.m_end - tile.m_start + sum_rows - 1) / sum_rows,
             own_keys = (tile.n_end - tile.n_start + sum_keys - 1) / sum_keys;
   for (int i = threadIdx.x / 32; i < own_rows * own_keys; i += kThreads / 32) {
     const int own_row = i / own_keys, own_key = i - own_row * own_keys;
-    float sum = 0;
+    Sum sum = 0;
     for (int j = lane_id(); j < sum_rows * sum_keys; j += 32) {
       const int r = own_row * sum_rows + j / sum_keys, c = own_key * sum_keys + j % sum_keys;
       sum += sSums[r * kBlockN + c];

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "accumulator.cuh"
+#include "arithmetic.h"
 #include "launch.h"
 #include "mask.cuh"
 #include "params.h"
@@ -22,16 +23,24 @@ __host__ __device__ constexpr int64_t stats_length(int64_t seqlen_q) {
   return ceil_div(seqlen_q, kStatsRows) * kStatsRows;
 }
 
+// Statistics, which are float64 where the sums are.
+template <class Sum>
+__host__ __device__ Sum* statistics(float* workspace) {
+  return reinterpret_cast<Sum*>(workspace);
+}
+
 // Elements that one instruction moves.
 template <class Element, int kBytes>
 struct Vector {
   static constexpr int kCount = kBytes / sizeof(Element);
   alignas(kBytes) Element elements[kCount];
 
-  __device__ __forceinline__ float dot(const Vector& other, float sum) const {
+  using Sum = SumOf<Element>;
+
+  __device__ __forceinline__ Sum dot(const Vector& other, Sum sum) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      sum = fmaf(static_cast<float>(elements[i]), static_cast<float>(other.elements[i]), sum);
+      sum = fma(static_cast<Sum>(elements[i]), static_cast<Sum>(other.elements[i]), sum);
     }
     return sum;
   }
@@ -52,6 +61,7 @@ __global__ void __launch_bounds__(kDeltaThreads)
     delta_kernel(const __grid_constant__ BackwardParams params, int32_t* turns, float* to_clear,
                  int64_t share, int64_t count) {
   using V = Vector<Element, kBytes>;
+  using Sum = SumOf<Element>;
   constexpr int kGroups = kDeltaThreads / kLanes, kRowsOfGroup = kDeltaRows / kGroups;
   constexpr int kInFlight = 2;  // rows that a lane begins to read before it uses one
   static_assert(kRowsOfGroup % kInFlight == 0);
@@ -88,15 +98,15 @@ __global__ void __launch_bounds__(kDeltaThreads)
 #pragma unroll 1
   for (int first = 0; first < kRowsOfGroup; first += kInFlight) {
     V out[kInFlight], dout[kInFlight];
-    float lse[kInFlight], dlse[kInFlight];
+    Sum lse[kInFlight], dlse[kInFlight];
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const int row = row0 + (first + i) * kGroups + group;
       out[i] = dout[i] = {};
       lse[i] = -INFINITY, dlse[i] = 0;
       if (row >= q_length) continue;
-      lse[i] = static_cast<const float*>(params.lse)[out_row(row)];
-      if (params.dlse) dlse[i] = static_cast<const float*>(params.dlse)[out_row(row)];
+      lse[i] = static_cast<const Sum*>(params.lse)[out_row(row)];
+      if (params.dlse) dlse[i] = static_cast<const Sum*>(params.dlse)[out_row(row)];
       if (lane < vectors) {
         out[i] = static_cast<const V*>(params.out)[out_row(row) * vectors + lane];
         dout[i] = static_cast<const V*>(params.dout)[out_row(row) * vectors + lane];
@@ -105,7 +115,7 @@ __global__ void __launch_bounds__(kDeltaThreads)
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const int row = row0 + (first + i) * kGroups + group;
-      float delta = out[i].dot(dout[i], 0);
+      Sum delta = out[i].dot(dout[i], 0);
       if (row < q_length) {
         for (int j = lane + kLanes; j < vectors; j += kLanes) {
           const int64_t vector = out_row(row) * vectors + j;
@@ -117,8 +127,8 @@ __global__ void __launch_bounds__(kDeltaThreads)
       if (lane == 0) {
         const bool sees_keys = lse[i] != -INFINITY;
         const int64_t stats_row = (int64_t{batch} * num_heads + head) * length + row;
-        params.delta[stats_row] = sees_keys ? delta - (lse[i] != INFINITY ? dlse[i] : 0) : 0;
-        params.lse_log2[stats_row] = sees_keys ? lse[i] * kLog2e : INFINITY;
+        statistics<Sum>(params.delta)[stats_row] = sees_keys ? delta - (lse[i] != INFINITY ? dlse[i] : 0) : 0;
+        statistics<Sum>(params.lse_log2)[stats_row] = sees_keys ? lse[i] * kLog2eOf<Sum> : INFINITY;
       }
     }
   }

@@ -49,7 +49,7 @@ enum class Direction {
   tangent,
   backward_tangent
 };
-enum class Arithmetic { bfloat16, float16, tf32, tf32x3 };
+enum class Arithmetic { bfloat16, float16, tf32, tf32x3, float64 };
 
 struct Kernel {
   Direction direction;
@@ -85,6 +85,8 @@ Arithmetic arithmetic_of(const AttentionParams& params) {
       return Arithmetic::float16;
     case DType::kBFloat16:
       return Arithmetic::bfloat16;
+    case DType::kFloat64:
+      return Arithmetic::float64;
     default:
       return params.options.precision == 0 ? Arithmetic::tf32 : Arithmetic::tf32x3;
   }
@@ -208,8 +210,8 @@ class DeviceGuard {
 };
 
 std::string make_context(const AttentionParams& params, cudaStream_t stream, int device, Context* context) {
-  if (params.dtype == DType::kFloat64 || (params.bias && params.bias.dtype == DType::kFloat64))
-    return "jax_flash: float64 has no CUDA kernel.";
+  if (params.dtype != DType::kFloat64 && params.bias && params.bias.dtype == DType::kFloat64)
+    return "jax_flash: a float64 bias beside inputs of another dtype has no CUDA kernel.";
   context->stream = stream;
   cudaError_t error = cudaSuccess;
   auto read = [&](cudaDeviceAttr attribute) {

@@ -5,6 +5,7 @@
 # which share a unit because headers and the host's code take seconds to compile. A head dim in between runs on the next
 # larger kernel, filled with zeros.
 set(JAX_FLASH_HEAD_DIMS 32 64 96 128 192 256 CACHE STRING "Head dims for which CUDA kernels are compiled")
+option(JAX_FLASH_FLOAT64 "Compile CUDA kernels for float64" ON)
 set(all_16_bit bfloat16 float16)
 set(all_float32 tf32 tf32x3)
 
@@ -41,6 +42,12 @@ if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
       endforeach()
     endif()
   endforeach()
+  # In two planes each, as exact as three products of TF32.
+  foreach(head_dim IN ITEMS 64 128)
+    if(head_dim IN_LIST JAX_FLASH_HEAD_DIMS)
+      jax_flash_kernels(forward sm90 tf32x3 ${head_dim})
+    endif()
+  endforeach()
 endif()
 
 # Not of 32, 96 and 192 columns, which would take a minute more: such calls run on the kernels of 64, 128 and 256.
@@ -60,6 +67,23 @@ foreach(head_dim IN LISTS sm80_head_dims)
     endforeach()
   endforeach()
 endforeach()
+
+# float64. No tile fits into shared memory for more columns than 128, and those of backward_tangent for more than 64.
+if(JAX_FLASH_FLOAT64)
+  foreach(head_dim IN ITEMS 64 128)
+    if(head_dim IN_LIST sm80_head_dims)
+      foreach(direction IN ITEMS forward backward backward_dq tangent backward_tangent)
+        if(NOT (direction STREQUAL "backward_tangent" AND head_dim GREATER 64))
+          jax_flash_kernels(${direction} sm80 float64 ${head_dim})
+        endif()
+      endforeach()
+      set(largest_float64 ${head_dim})
+    endif()
+  endforeach()
+  if(largest_float64)
+    jax_flash_kernels(backward_bias sm80 float64 ${largest_float64})
+  endif()
+endif()
 
 # Short sequences. A tile of 32 columns has half of the bytes, which is most of the work.
 foreach(head_dim IN ITEMS 32 64)

@@ -5,15 +5,17 @@
 // GroupMask (group_rows.cuh); fill_unset applies a bit for each pair (pairs/bits.cuh).
 #pragma once
 
+#include <type_traits>
+
 #include "accumulator.cuh"
 #include "pairs/bits.cuh"
 
 namespace jax_flash::cuda {
 
 // Fills the keys before the first one that a row sees, in a tile of rows m_start.. and keys n_start...
-template <class RowMask, int kMTiles, int kNTiles>
-__device__ __forceinline__ void fill_before(float (&scores)[kMTiles][kNTiles][4], const RowMask& mask,
-                                            int m_start, int n_start, float value) {
+template <class RowMask, class Number, int kMTiles, int kNTiles>
+__device__ __forceinline__ void fill_before(Number (&scores)[kMTiles][kNTiles][4], const RowMask& mask,
+                                            int m_start, int n_start, std::type_identity_t<Number> value) {
   // Relative to this lane's first column, so that each element compares with a constant.
   int first[kMTiles][2];
   for_each_accumulator_row(first, [&](int mt, int h) {
@@ -25,9 +27,9 @@ __device__ __forceinline__ void fill_before(float (&scores)[kMTiles][kNTiles][4]
 }
 
 // Fills the keys behind the last one that a row sees.
-template <class RowMask, int kMTiles, int kNTiles>
-__device__ __forceinline__ void fill_behind(float (&scores)[kMTiles][kNTiles][4], const RowMask& mask,
-                                            int m_start, int n_start, float value) {
+template <class RowMask, class Number, int kMTiles, int kNTiles>
+__device__ __forceinline__ void fill_behind(Number (&scores)[kMTiles][kNTiles][4], const RowMask& mask,
+                                            int m_start, int n_start, std::type_identity_t<Number> value) {
   int last[kMTiles][2];  // relative to this lane's first column
   for_each_accumulator_row(last, [&](int mt, int h) {
     last[mt][h] = mask.last_key(m_start + accumulator_row(mt, h)) - n_start - accumulator_column(0, 0);
@@ -38,17 +40,18 @@ __device__ __forceinline__ void fill_behind(float (&scores)[kMTiles][kNTiles][4]
 }
 
 // Fills the keys on both sides.
-template <class RowMask, int kMTiles, int kNTiles>
-__device__ __forceinline__ void fill_hidden(float (&scores)[kMTiles][kNTiles][4], const RowMask& mask,
-                                            int m_start, int n_start, float value) {
+template <class RowMask, class Number, int kMTiles, int kNTiles>
+__device__ __forceinline__ void fill_hidden(Number (&scores)[kMTiles][kNTiles][4], const RowMask& mask,
+                                            int m_start, int n_start, std::type_identity_t<Number> value) {
   fill_before(scores, mask, m_start, n_start, value);
   fill_behind(scores, mask, m_start, n_start, value);
 }
 
 // Fills the pairs whose bit is not set.
-template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void fill_unset(float (&scores)[kMTiles][kNTiles][4],
-                                           const PairBits<kNTiles> (&bits)[kMTiles], float value) {
+template <class Number, int kMTiles, int kNTiles>
+__device__ __forceinline__ void fill_unset(Number (&scores)[kMTiles][kNTiles][4],
+                                           const PairBits<kNTiles> (&bits)[kMTiles],
+                                           std::type_identity_t<Number> value) {
   for_each_accumulator(scores, [&](int mt, int h, int nt, int c) {
     if (!bits[mt].test(nt, 2 * h + c)) scores[mt][nt][2 * h + c] = value;
   });

@@ -33,11 +33,11 @@ namespace jax_flash::cuda {
 
 // Turns the scores of rows row0.. and columns column0.. into logits / scale_log2. Hides nothing.
 // `bias_is_added`: add_staged_bias has been called.
-template <class Pairs, int kNTiles>
-__device__ __forceinline__ void transform_scores(float (&scores)[kNTiles][4], const Pairs& pairs,
-                                                 bool bias_is_added, const LogitScale& logit, int row0,
-                                                 int column0) {
-  if (logit.transform == LogitScale::kNone) return;
+template <class Number, class Pairs, int kNTiles>
+__device__ __forceinline__ void transform_scores(Number (&scores)[kNTiles][4], const Pairs& pairs,
+                                                 bool bias_is_added, const LogitScaleOf<Number>& logit,
+                                                 int row0, int column0) {
+  if (logit.transform == LogitTransform::kNone) return;
   auto for_each = [&](auto f) {
 #pragma unroll
     for (int nt = 0; nt < kNTiles; ++nt) {
@@ -46,23 +46,23 @@ __device__ __forceinline__ void transform_scores(float (&scores)[kNTiles][4], co
     }
   };
   // Not as part of the multiplier, which would take a register from every loop.
-  if (pairs.params.scale_factor) for_each([&](float& x) { x *= pairs.head.scale_factor; });
+  if (pairs.params.scale_factor) for_each([&](Number& x) { x *= pairs.head.scale_factor; });
   if (!bias_is_added && pairs.options.bias_format != BiasFormat::kNone) {
     add_bias(scores, pairs, logit, row0, column0);
   } else if (pairs.options.has_alibi) {
     add_alibi(scores, pairs, logit, row0, column0);
   } else if (!bias_is_added) {
-    for_each([&](float& x) { x *= logit.multiplier; });
+    for_each([&](Number& x) { x *= logit.multiplier; });
   }
-  if (logit.transform == LogitScale::kSoftCap) {
-    for_each([&](float& x) { x = soft_cap(x, logit); });
+  if (logit.transform == LogitTransform::kSoftCap) {
+    for_each([&](Number& x) { x = soft_cap(x, logit); });
   }
 }
 
 // The same for all of a warp's rows, with no bias added yet.
-template <class Pairs, int kMTiles, int kNTiles>
-__device__ __forceinline__ void transform_scores(float (&scores)[kMTiles][kNTiles][4], const Pairs& pairs,
-                                                 const LogitScale& logit, int row0, int column0) {
+template <class Number, class Pairs, int kMTiles, int kNTiles>
+__device__ __forceinline__ void transform_scores(Number (&scores)[kMTiles][kNTiles][4], const Pairs& pairs,
+                                                 const LogitScaleOf<Number>& logit, int row0, int column0) {
 #pragma unroll
   for (int mt = 0; mt < kMTiles; ++mt) {
     transform_scores(scores[mt], pairs, /*bias_is_added=*/false, logit, row0 + 16 * mt, column0);

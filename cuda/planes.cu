@@ -16,7 +16,8 @@ inline constexpr int kThreads = 256;
 inline constexpr int kMaxColumns = 256;  // Hopper's kernels have no more
 inline constexpr int kSteps = 8;         // rows of a block that a thread has a part of: 32 KB
 inline constexpr int kBlocksPerSm = 4;
-inline constexpr int kGroupRows = 32;  // about so many does PlaneScales::hold look at together
+inline constexpr int kGroupRows = 32;  // about so many does PlaneScales::hold look at together, if one plane
+inline constexpr int kMaxGroups = kSteps * (kThreads / 32);  // of a block
 inline constexpr int32_t kMagnitudeBits = 0x7fffffff;
 
 // What rows of the backward pass may have.
@@ -29,6 +30,7 @@ inline constexpr float kLargestLse = 0x1p9f;  // up to here a last bit of a prod
 struct PlaneSource {
   const float* data;
   uint16_t* plane;
+  int64_t low;  // where the second plane begins; 0: there is none
   int length, group, columns;
   int blocks_of_head;  // of a key head
   int num_blocks;      // of the array; 0 if there is no such array
@@ -100,14 +102,14 @@ struct BlockOfRows {
 template <PlanePass kPass>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     plane_kernel(const __grid_constant__ PlaneSources sources) {
-  __shared__ int32_t of_groups[kSteps], of_columns[kMaxColumns];
+  __shared__ int32_t of_groups[kMaxGroups], of_columns[kMaxColumns];
   __shared__ int block;
 
   // ---- The block's place: where blocks wait for each other, in the order in which they begin ----
   if (kPass == PlanePass::kBoth && threadIdx.x == 0) {
     block = atomicAdd(PlaneScales(sources.params, 0, 0).blocks_begun(), 1);
   }
-  for (int i = threadIdx.x; i < kSteps; i += kThreads) of_groups[i] = 0;
+  for (int i = threadIdx.x; i < kMaxGroups; i += kThreads) of_groups[i] = 0;
   for (int i = threadIdx.x; i < kMaxColumns; i += kThreads) of_columns[i] = 0;
   __syncthreads();
   const BlockOfRows rows =
@@ -120,7 +122,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 
   // ---- The largest magnitudes: as integers, which have the order of floats; infinity and NaN come last ----
   if constexpr (kPass != PlanePass::kPlanes) {
-    const int steps_of_group = max(kGroupRows / rows.step, 1);
+    // With two planes a group is what a warp has of a step: one row of 128 columns, two of 64.
+    const bool is_fine = rows.source.low != 0;
+    const int steps_of_group = is_fine ? 1 : max(kGroupRows / rows.step, 1);
     int32_t of_group = 0, of_thread[4] = {};
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
@@ -133,25 +137,31 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       }
       if ((i + 1) % steps_of_group == 0 || i + 1 == kSteps) {
         of_group = __reduce_max_sync(0xffffffff, of_group);
-        if (lane_id() == 0 && of_group > 0) atomicMax(of_groups + i / steps_of_group, of_group);
+        const int group = is_fine ? i * (kThreads / 32) + threadIdx.x / 32 : i / steps_of_group;
+        if (lane_id() == 0 && of_group > 0) atomicMax(of_groups + group, of_group);
         of_group = 0;
       }
     }
-    if (rows.array == PlaneScales::kV) {
+    if (rows.array == PlaneScales::kV || is_fine) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if (of_thread[j] > 0) atomicMax(of_columns + rows.column + j, of_thread[j]);
       }
     }
     __syncthreads();
-    if (threadIdx.x < kSteps && of_groups[threadIdx.x] > 0) {
+    static_assert(kMaxGroups % 32 == 0 && kMaxGroups <= kThreads);
+    if (threadIdx.x < kMaxGroups) {
       const int32_t of_own = of_groups[threadIdx.x];
-      atomicMax(scales.maximum(rows.array), of_own);
-      atomicMax(scales.least_maximum(rows.array), kInfinityBits - of_own);
-      if (of_own >= kInfinityBits) *scales.fails() = 1;
+      const int32_t largest = __reduce_max_sync(0xffffffff, of_own);
+      const int32_t least = __reduce_max_sync(0xffffffff, of_own > 0 ? kInfinityBits - of_own : 0);
+      if (lane_id() == 0 && largest > 0) {
+        atomicMax(scales.maximum(rows.array), largest);
+        atomicMax(scales.least_maximum(rows.array), least);
+        if (largest >= kInfinityBits) *scales.fails() = 1;
+      }
     }
     for (int i = threadIdx.x; i < rows.source.columns; i += kThreads) {
-      if (of_columns[i] > 0) atomicMax(scales.column_maxima() + i, of_columns[i]);
+      if (of_columns[i] > 0) atomicMax(scales.column_maxima(rows.array, sources.params) + i, of_columns[i]);
     }
   }
 
@@ -171,6 +181,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       const uint2 rounded = {ptx::pack_f16(x[i].x * first * second, x[i].y * first * second),
                              ptx::pack_f16(x[i].z * first * second, x[i].w * first * second)};
       *reinterpret_cast<uint2*>(rows.source.plane + offset) = rounded;
+      if (rows.source.low == 0) return;
+      const float2 a = unpack<float16>(rounded.x), b = unpack<float16>(rounded.y);
+      const uint2 rest = {ptx::pack_f16(x[i].x * first * second - a.x, x[i].y * first * second - a.y),
+                          ptx::pack_f16(x[i].z * first * second - b.x, x[i].w * first * second - b.y)};
+      *reinterpret_cast<uint2*>(rows.source.plane + rows.source.low + offset) = rest;
     });
   }
 }
@@ -199,7 +214,7 @@ __global__ void __launch_bounds__(kThreads) plane_rows_kernel(const __grid_const
     const int64_t offset = out_row * columns + column;
     const float4 out = *reinterpret_cast<const float4*>(static_cast<const float*>(params.out) + offset);
     const uint2 dout = *reinterpret_cast<const uint2*>(params.planes.dout + offset);
-    const int4 v = *reinterpret_cast<const int4*>(scales.column_maxima() + column);
+    const int4 v = *reinterpret_cast<const int4*>(scales.column_maxima(PlaneScales::kV, params) + column);
     const float2 low = unpack<float16>(dout.x), high = unpack<float16>(dout.y);
     delta = fmaf(low.x, out.x, fmaf(low.y, out.y, fmaf(high.x, out.z, fmaf(high.y, out.w, delta))));
     bound = fmaf(fabsf(low.x), __int_as_float(v.x), fmaf(fabsf(low.y), __int_as_float(v.y), bound));
@@ -265,6 +280,7 @@ Status launch_planes(const AttentionParams& params, const void* dout, const Laun
     const int64_t blocks = data ? ceil_div(length * heads, kSteps * step) : 0;
     return PlaneSource{static_cast<const float*>(data),
                        plane,
+                       (planes.count - 1) * key_heads * length * heads * columns,
                        static_cast<int>(length),
                        static_cast<int>(heads),
                        static_cast<int>(columns),

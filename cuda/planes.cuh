@@ -11,6 +11,9 @@
 //   p               2^kHeadroom relative to the row's maximum (softmax.cuh) forward, kPlaneTop + 1 backward
 //   ds              for dq a factor for each query (PlaneRows); for dk one for each block of queries
 //
+// At "high" and "highest" the forward kernel has two planes of each array, and p in two parts: float32
+// rounded to float16, and what remains, rounded again. Together they have 22 bits; three products are summed.
+//
 // Where the rows of a key head differ by too many powers of two, or a number is not finite, planes do not
 // hold it (PlaneScales::hold), and the portable kernels, launched behind, compute this key head.
 #pragma once
@@ -62,7 +65,7 @@ struct PlaneScales {
   int32_t* values;
 
   __host__ __device__ __forceinline__ static int64_t size(const AttentionParams& params) {
-    return kPlaneScales + params.head_dim_v;
+    return kPlaneScales + params.head_dim_v + 2 * params.head_dim;
   }
 
   __device__ __forceinline__ PlaneScales(const AttentionParams& params, int batch, int kv_head)
@@ -78,8 +81,12 @@ struct PlaneScales {
   __device__ __forceinline__ int32_t* fails() const { return values + 3 * kArrays; }
   // Of all key heads: in the first one.
   __device__ __forceinline__ int32_t* blocks_begun() const { return values + 3 * kArrays + 1; }
-  // The largest magnitude in each column of v.
-  __device__ __forceinline__ int32_t* column_maxima() const { return values + kPlaneScales; }
+  // The largest magnitude in each column of v; of q and k only where there are two planes.
+  __device__ __forceinline__ int32_t* column_maxima(Array array, const AttentionParams& params) const {
+    const int before =
+        array == kV ? 0 : static_cast<int>(params.head_dim_v + (array == kK) * params.head_dim);
+    return values + kPlaneScales + before;
+  }
 
   // Where the maximum may just have been written: past this multiprocessor's cache.
   __device__ __forceinline__ int exponent(Array array) const {
@@ -94,16 +101,22 @@ struct PlaneScales {
   __device__ __forceinline__ int of_dk() const { return of_dp() - exponent(kQ); }
   __device__ __forceinline__ int of_dv() const { return -exponent(kDout) - kPlaneTop - 1; }
 
-  // Is this key head as exact as in TF32?
+  // Is this key head as exact as in TF32, or with two planes as in float32? A whole warp asks.
   //
   // A row of which all is less than 2^-28 of the largest magnitude loses bits. Of q, k and v it matters where
   // a query or a key meets such rows alone, which lie side by side: groups of rows are looked at. dq of a row
   // depends on its own row of dout: the kernel that makes PlaneRows looks at each. The bound of ds assumes
   // the largest v of each column, so it is about 2^6 times the typical ds, and p may be 1 / S.
-  __device__ __forceinline__ bool hold(int seqlen_kv, bool is_backward) const {
-    constexpr int kMostBinades = 24;
-    const int of_ds = is_backward ? binade(static_cast<float>(seqlen_kv)) : 0;
-    const bool holds_rows = max(binades(kQ), max(binades(kK), binades(kV) + of_ds)) <= kMostBinades;
+  //
+  // Two planes have 22 bits of what is above 2^-15 of the largest magnitude. There each row and each column
+  // of v has such a number, and the scores of a key head are not all sums of products of large with small
+  // numbers.
+  __device__ __forceinline__ bool hold(const AttentionParams& params, bool is_backward) const {
+    const bool is_fine = params.planes.count == 2;
+    const int most_binades = is_fine ? 14 : 24;
+    const int of_ds = is_backward ? binade(static_cast<float>(params.seqlen_kv)) : 0;
+    const bool holds_rows = max(binades(kQ), max(binades(kK), binades(kV) + of_ds)) <= most_binades &&
+                            (!is_fine || max(score_binades(params), value_binades(params)) <= most_binades);
     // Factors must be float32s, and with that of ds, which is less than 2^50 off.
     const int most = is_backward ? 75 : 100;
     const auto is_moderate = [&](int exponent) { return abs(exponent) <= most; };
@@ -114,9 +127,36 @@ struct PlaneScales {
   }
 
  private:
+  // How many powers of two lie between the product of the largest magnitudes of q and k, and the largest
+  // product of those of one column.
+  __device__ __forceinline__ int score_binades(const AttentionParams& params) const {
+    const int32_t *q = column_maxima(kQ, params), *k = column_maxima(kK, params);
+    constexpr int kNone = -1024;
+    int largest = kNone;
+    for (int column = threadIdx.x % 32; column < static_cast<int>(params.head_dim); column += 32) {
+      if (q[column] == 0 || k[column] == 0) continue;
+      largest = max(largest, binade(__int_as_float(q[column])) + binade(__int_as_float(k[column])));
+    }
+    largest = __reduce_max_sync(0xffffffff, largest);
+    return largest == kNone ? 0 : 2 * kPlaneTop - exponent(kQ) - exponent(kK) - largest;
+  }
+
+  // And between the largest magnitude of v and that of its least column that is not 0.
+  __device__ __forceinline__ int value_binades(const AttentionParams& params) const {
+    const int32_t* v = column_maxima(kV, params);
+    int32_t least = 0;  // kInfinityBits less its bits
+    for (int column = threadIdx.x % 32; column < static_cast<int>(params.head_dim_v); column += 32) {
+      if (v[column] > 0) least = max(least, kInfinityBits - v[column]);
+    }
+    return binades_above(kV, __reduce_max_sync(0xffffffff, least));
+  }
+
   // How many powers of two lie between the largest magnitude and that of the least group of rows.
   __device__ __forceinline__ int binades(Array array) const {
-    const int32_t least = *least_maximum(array);
+    return binades_above(array, *least_maximum(array));
+  }
+  // `least`: kInfinityBits less the bits of a magnitude; 0: there is none.
+  __device__ __forceinline__ int binades_above(Array array, int32_t least) const {
     return least == 0 ? 0 : kPlaneTop - exponent(array) - binade(__int_as_float(kInfinityBits - least));
   }
 };
@@ -124,8 +164,7 @@ struct PlaneScales {
 // Do planes hold this key head, so that a portable kernel has nothing to do?
 __device__ __forceinline__ bool planes_hold(const AttentionParams& params, int batch, int kv_head) {
   const bool is_backward = params.planes.dout != nullptr;
-  return params.planes &&
-         PlaneScales(params, batch, kv_head).hold(static_cast<int>(params.seqlen_kv), is_backward);
+  return params.planes && PlaneScales(params, batch, kv_head).hold(params, is_backward);
 }
 
 // Two of PlaneRows::ds_factor, of rows without gradient: 2^127, above that of any other row.

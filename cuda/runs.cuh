@@ -14,13 +14,22 @@ inline constexpr int kRunColumns = kIs16Bit<Arithmetic> ? 2 : 4;
 
 // Calls f(column, values) for each such run in row half (mt, h).
 template <class Arithmetic, int kMTiles, int kNTiles, class F>
-__device__ __forceinline__ void for_each_run(const float (&acc)[kMTiles][kNTiles][4], int mt, int h, F f) {
+__device__ __forceinline__ void for_each_run(const typename Arithmetic::Sum (&acc)[kMTiles][kNTiles][4],
+                                             int mt, int h, F f) {
   const int t = lane_id() % 4;
   if constexpr (kIs16Bit<Arithmetic>) {
 #pragma unroll
     for (int nt = 0; nt < kNTiles; ++nt) {
       const float values[kRunColumns<Arithmetic>] = {acc[mt][nt][2 * h], acc[mt][nt][2 * h + 1]};
       f(8 * nt + 2 * t, values);
+    }
+  } else if constexpr (kIs64Bit<Arithmetic>) {
+#pragma unroll
+    for (int group = 0; group < kNTiles / 2; ++group) {
+      const double values[kRunColumns<Arithmetic>] = {
+          acc[mt][2 * group][2 * h], acc[mt][2 * group + 1][2 * h], acc[mt][2 * group][2 * h + 1],
+          acc[mt][2 * group + 1][2 * h + 1]};
+      f(16 * group + 4 * t, values);
     }
   } else {
 #pragma unroll
@@ -40,9 +49,10 @@ __device__ __forceinline__ void for_each_run(const float (&acc)[kMTiles][kNTiles
 // are below head_dim.
 template <class Arithmetic, int kCount>
 __device__ __forceinline__ void store_run(typename Arithmetic::Element* row, int column, int head_dim,
-                                          bool counts, float factor, const float (&values)[kCount]) {
+                                          bool counts, typename Arithmetic::Sum factor,
+                                          const typename Arithmetic::Sum (&values)[kCount]) {
   using Element = typename Arithmetic::Element;
-  float scaled[kCount];
+  typename Arithmetic::Sum scaled[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) scaled[i] = counts ? values[i] * factor : 0;
   // Rows start at multiples of head_dim.
@@ -50,6 +60,11 @@ __device__ __forceinline__ void store_run(typename Arithmetic::Element* row, int
     if (column >= head_dim) return;
     if constexpr (kIs16Bit<Arithmetic>) {
       *reinterpret_cast<uint32_t*>(row + column) = pack<Arithmetic>(scaled[0], scaled[1]);
+    } else if constexpr (kIs64Bit<Arithmetic>) {
+#pragma unroll
+      for (int i = 0; i < kCount; i += 2) {
+        *reinterpret_cast<double2*>(row + column + i) = make_double2(scaled[i], scaled[i + 1]);
+      }
     } else {
       *reinterpret_cast<float4*>(row + column) = make_float4(scaled[0], scaled[1], scaled[2], scaled[3]);
     }

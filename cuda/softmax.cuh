@@ -7,6 +7,7 @@
 
 #include <cfloat>
 #include <cmath>
+#include <limits>
 #include <type_traits>
 
 #include "accumulator.cuh"
@@ -17,115 +18,137 @@ namespace jax_flash::cuda {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
+template <class Number>
+inline constexpr Number kLog2eOf = static_cast<Number>(1.4426950408889634074);
+template <class Number>
+inline constexpr Number kLn2Of = static_cast<Number>(0.69314718055994530942);
+
+// In float32 with an error of two last bits, in float64 of one.
+__device__ __forceinline__ float exp2_of(float x) { return ptx::exp2_approx(x); }
+__device__ __forceinline__ double exp2_of(double x) { return exp2(x); }
+__device__ __forceinline__ float reciprocal_of(float x) { return ptx::reciprocal_approx(x); }
+__device__ __forceinline__ double reciprocal_of(double x) { return 1 / x; }
 
 // How a score becomes a logit: logit * log2(e) = scale_log2 * transform(score), scale_log2 >= 0.
-struct LogitScale {
+enum class LogitTransform { kNone, kMultiply, kSoftCap };
+template <class Number>
+struct LogitScaleOf {
   // kMultiply: x = score * multiplier + bias * bias_multiplier; kSoftCap: tanh(x / cap).
-  enum Transform { kNone, kMultiply, kSoftCap } transform;
-  float multiplier, bias_multiplier;
-  float two_log2e_per_cap;
-  float scale_log2;
-  float scale;  // d logit / d score, but for the soft cap's 1 - tanh^2
+  LogitTransform transform;
+  Number multiplier, bias_multiplier;
+  Number two_log2e_per_cap;
+  Number scale_log2;
+  Number scale;  // d logit / d score, but for the soft cap's 1 - tanh^2
 
-  explicit LogitScale(const AttentionParams& params) {
+  explicit LogitScaleOf(const AttentionParams& params) {
     const Options& options = params.options;
     const bool has_bias = params.has_bias() || params.scale_factor;  // an array of scales works like a bias
     const double log2e = 1.4426950408889634074;
-    scale = static_cast<float>(options.scale);
+    scale = static_cast<Number>(options.scale);
     two_log2e_per_cap = 0;
     if (options.logits_soft_cap > 0) {
-      transform = kSoftCap;
+      transform = LogitTransform::kSoftCap;
       multiplier = scale;
       bias_multiplier = 1;
-      two_log2e_per_cap = static_cast<float>(2 * log2e / options.logits_soft_cap);
-      scale_log2 = static_cast<float>(options.logits_soft_cap * log2e);
-    } else if (options.scale * log2e >= FLT_MIN && !has_bias) {
-      transform = kNone;
+      two_log2e_per_cap = static_cast<Number>(2 * log2e / options.logits_soft_cap);
+      scale_log2 = static_cast<Number>(options.logits_soft_cap * log2e);
+    } else if (options.scale * log2e >= std::numeric_limits<Number>::min() && !has_bias) {
+      transform = LogitTransform::kNone;
       multiplier = bias_multiplier = 1;
-      scale_log2 = static_cast<float>(options.scale * log2e);
+      scale_log2 = static_cast<Number>(options.scale * log2e);
     } else {
       // The largest score must give the largest logit, and a masked score must stay -inf: so a negative or
       // vanishing factor is applied first. It is also applied before a bias, together with log2(e): then a
       // large bias of a whole row, such as -1e9, cancels to the bit.
-      transform = kMultiply;
-      multiplier = static_cast<float>(options.scale * log2e);
-      bias_multiplier = kLog2e;
+      transform = LogitTransform::kMultiply;
+      multiplier = static_cast<Number>(options.scale * log2e);
+      bias_multiplier = kLog2eOf<Number>;
       scale_log2 = 1;
     }
   }
 
   // The same for scores that are to be multiplied by 2^exponent first.
-  __device__ __forceinline__ LogitScale times_power(int exponent) const {
-    LogitScale scaled = *this;
+  __device__ __forceinline__ LogitScaleOf times_power(int exponent) const {
+    static_assert(std::is_same_v<Number, float>);
+    LogitScaleOf scaled = *this;
     // A masked score must stay -inf, and one of 0 must stay 0.
     const auto times = [&](float x) { return fminf(ldexpf(x, exponent), FLT_MAX); };
-    scaled.scale_log2 = transform == kNone ? fmaxf(times(scale_log2), FLT_MIN) : scale_log2;
-    scaled.multiplier = transform == kNone ? multiplier : times(multiplier);
+    scaled.scale_log2 = transform == LogitTransform::kNone ? fmaxf(times(scale_log2), FLT_MIN) : scale_log2;
+    scaled.multiplier = transform == LogitTransform::kNone ? multiplier : times(multiplier);
     return scaled;
   }
 };
+using LogitScale = LogitScaleOf<float>;
 
 // tanh(x / cap) = 1 - 2 / (exp(2 x / cap) + 1), with an absolute error of 2e-7 and exact at infinity. The
 // error of tanh.approx, 5e-4, would change a probability by 2.5 % at a cap of 50.
-__device__ __forceinline__ float soft_cap(float x, const LogitScale& logit) {
-  return 1 - 2 * ptx::reciprocal_approx(ptx::exp2_approx(x * logit.two_log2e_per_cap) + 1);
+__device__ __forceinline__ float soft_cap(float x, const LogitScaleOf<float>& logit) {
+  return 1 - 2 * reciprocal_of(exp2_of(x * logit.two_log2e_per_cap) + 1);
+}
+__device__ __forceinline__ double soft_cap(double x, const LogitScaleOf<double>& logit) {
+  return tanh(x * (logit.two_log2e_per_cap * (kLn2Of<double> / 2)));
 }
 
 // The derivative of tanh at t = tanh(x). 0 for NaN: a hidden pair, whose p is 0, may have a NaN bias.
-__device__ __forceinline__ float soft_cap_slope(float t) { return fmaxf(fmaf(-t, t, 1), 0); }
+template <class Number>
+__device__ __forceinline__ Number soft_cap_slope(Number t) {
+  return fmax(fma(-t, t, Number{1}), Number{0});
+}
 
-template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void transform_scores(float (&scores)[kMTiles][kNTiles][4],
-                                                 const LogitScale& logit) {
-  if (logit.transform == LogitScale::kNone) return;
+template <class Number, int kMTiles, int kNTiles>
+__device__ __forceinline__ void transform_scores(Number (&scores)[kMTiles][kNTiles][4],
+                                                 const LogitScaleOf<Number>& logit) {
+  if (logit.transform == LogitTransform::kNone) return;
   for_each_accumulator(scores, [&](int mt, int h, int nt, int c) {
-    float& x = scores[mt][nt][2 * h + c];
+    Number& x = scores[mt][nt][2 * h + c];
     x *= logit.multiplier;
-    if (logit.transform == LogitScale::kSoftCap) x = soft_cap(x, logit);
+    if (logit.transform == LogitTransform::kSoftCap) x = soft_cap(x, logit);
   });
 }
 
 // A head's sink times log2(e); -inf without sinks.
-__device__ __forceinline__ float sink_log2(const AttentionParams& params, int batch, int head) {
-  const float* sinks = static_cast<const float*>(params.sinks);  // [B, N]
-  return sinks ? sinks[int64_t{batch} * params.num_heads + head] * kLog2e : -INFINITY;
+template <class Number = float>
+__device__ __forceinline__ Number sink_log2(const AttentionParams& params, int batch, int head) {
+  const Number* sinks = static_cast<const Number*>(params.sinks);  // [B, N]
+  return sinks ? sinks[int64_t{batch} * params.num_heads + head] * kLog2eOf<Number> : -INFINITY;
 }
 
 // A row's results, once all its keys have been seen.
+template <class Number>
 struct RowEnd {
-  float lse;
-  float normalizer;  // by which the row's sum of p v is to be multiplied
-  bool is_empty;     // is the row fully masked?
+  Number lse;
+  Number normalizer;  // by which the row's sum of p v is to be multiplied
+  bool is_empty;      // is the row fully masked?
 };
 
 // Ends a row with this maximum (of scale_log2 * score) and sum. A sink counts as one more key, whose value is
 // 0.
-__device__ __forceinline__ RowEnd finish_row(float max_log2, float sum, float sink_log2) {
-  const bool is_empty = sum == 0;
-  float maximum = max_log2, factor = 1;
+template <class Number>
+__device__ __forceinline__ RowEnd<Number> finish_row(Number max_log2, Number sum, Number sink_log2) {
+  if (sum == 0) return {sink_log2 * kLn2Of<Number>, 0, true};
+  Number maximum = max_log2, factor = 1;
   if (sink_log2 != -INFINITY) {
-    maximum = fmaxf(maximum, sink_log2);
-    factor = ptx::exp2_approx(max_log2 - maximum);
-    sum = sum * factor + ptx::exp2_approx(sink_log2 - maximum);
+    maximum = fmax(maximum, sink_log2);
+    factor = exp2_of(max_log2 - maximum);
+    sum = sum * factor + exp2_of(sink_log2 - maximum);
   }
-  if (sum == 0) return {-INFINITY, 0, is_empty};
-  return {maximum * kLn2 + logf(sum), factor * ptx::reciprocal_approx(sum), is_empty};
+  return {maximum * kLn2Of<Number> + log(sum), factor * reciprocal_of(sum), false};
 }
 
 // The running maximum and sum of each row of which a lane holds a part.
 //
 // kHeadroom: probabilities are relative to the maximum less this. In a 16-bit type of a narrow range that
 // leaves room for small ones.
-template <int kMTiles, int kHeadroom = 0>
+template <int kMTiles, int kHeadroom = 0, class Number = float>
 struct OnlineSoftmax {
   // A new maximum is adopted only if it exceeds the old one by more than 8: until then probabilities up to
   // 2^8 are summed against the old one, which is as exact, and out need not be rescaled (FlashAttention-4's
   // conditional rescale).
-  static constexpr float kRescaleThreshold = 8 + kHeadroom;
+  static constexpr Number kRescaleThreshold = 8 + kHeadroom;
 
-  float max_log2[kMTiles][2];  // of scale_log2 * score, less kHeadroom; -inf before the first visible key
-  float sum[kMTiles][2];       // this lane's columns only, until finish()
-  bool is_low;                 // is any maximum of the warp below -kRescaleThreshold?
+  Number max_log2[kMTiles][2];  // of scale_log2 * score, less kHeadroom; -inf before the first visible key
+  Number sum[kMTiles][2];       // this lane's columns only, until finish()
+  bool is_low;                  // is any maximum of the warp below -kRescaleThreshold?
 
   __device__ OnlineSoftmax() { reset(); }
 
@@ -144,9 +167,9 @@ struct OnlineSoftmax {
   // Turns a tile's scores into probabilities relative to the running maximum, and rescales `out` where that
   // moved.
   template <int kNTiles, int kOutTiles>
-  __device__ __forceinline__ void update(float (&scores)[kMTiles][kNTiles][4],
-                                         float (&out)[kMTiles][kOutTiles][4], float scale_log2) {
-    float factor[kMTiles][2];
+  __device__ __forceinline__ void update(Number (&scores)[kMTiles][kNTiles][4],
+                                         Number (&out)[kMTiles][kOutTiles][4], Number scale_log2) {
+    Number factor[kMTiles][2];
     if (raise_maximum(scores, scale_log2, factor)) scale_rows(out, factor);
     exponentiate(scores, scale_log2);
   }
@@ -154,14 +177,14 @@ struct OnlineSoftmax {
   // Adopts a tile's maxima where they are much larger. If any row of the warp does, returns true and sets
   // `factor` to what out is to be multiplied by.
   template <int kNTiles>
-  __device__ __forceinline__ bool raise_maximum(const float (&scores)[kMTiles][kNTiles][4], float scale_log2,
-                                                float (&factor)[kMTiles][2]) {
+  __device__ __forceinline__ bool raise_maximum(const Number (&scores)[kMTiles][kNTiles][4],
+                                                Number scale_log2, Number (&factor)[kMTiles][2]) {
     // The lanes' own maxima suffice to tell whether any row does.
-    float lane_max[kMTiles][2];
+    Number lane_max[kMTiles][2];
     if (is_low) {
-      lane_maxima<float>(scores, lane_max);
+      lane_maxima</*kByBits=*/false>(scores, lane_max);
     } else {
-      lane_maxima<int>(scores, lane_max);
+      lane_maxima</*kByBits=*/std::is_same_v<Number, float>>(scores, lane_max);
     }
     bool moved = false;
 #pragma unroll
@@ -169,7 +192,7 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         // NaN, from 0 * inf or inf - inf, is not larger.
-        moved |= fmaf(lane_max[mt][h], scale_log2, -max_log2[mt][h]) > kRescaleThreshold;
+        moved |= fma(lane_max[mt][h], scale_log2, -max_log2[mt][h]) > kRescaleThreshold;
       }
     }
     if (!__any_sync(0xffffffff, moved)) return false;
@@ -177,15 +200,15 @@ struct OnlineSoftmax {
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float row_max = lane_max[mt][h];
-        row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffff, row_max, 1));
-        row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffff, row_max, 2));
+        Number row_max = lane_max[mt][h];
+        row_max = fmax(row_max, __shfl_xor_sync(0xffffffff, row_max, 1));
+        row_max = fmax(row_max, __shfl_xor_sync(0xffffffff, row_max, 2));
         // scale_log2 may be 0, and 0 * -inf is NaN.
-        const float new_max = row_max == -INFINITY ? -INFINITY : row_max * scale_log2 - kHeadroom;
+        const Number new_max = row_max == -INFINITY ? -INFINITY : row_max * scale_log2 - kHeadroom;
         factor[mt][h] = 1;
         if (!(new_max > max_log2[mt][h])) continue;
         // exp2(-inf) = 0 before the first visible key, when sum and out are 0.
-        factor[mt][h] = ptx::exp2_approx(max_log2[mt][h] - new_max);
+        factor[mt][h] = exp2_of(max_log2[mt][h] - new_max);
         max_log2[mt][h] = new_max;
         sum[mt][h] *= factor[mt][h];
       }
@@ -196,19 +219,19 @@ struct OnlineSoftmax {
 
   // Turns scores into probabilities relative to the running maximum, and adds them to the sum.
   template <int kNTiles>
-  __device__ __forceinline__ void exponentiate(float (&scores)[kMTiles][kNTiles][4], float scale_log2) {
+  __device__ __forceinline__ void exponentiate(Number (&scores)[kMTiles][kNTiles][4], Number scale_log2) {
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float shift = max_log2[mt][h] == -INFINITY ? 0 : max_log2[mt][h];
-        float tile_sum = 0;
+        const Number shift = max_log2[mt][h] == -INFINITY ? 0 : max_log2[mt][h];
+        Number tile_sum = 0;
 #pragma unroll
         for (int nt = 0; nt < kNTiles; ++nt) {
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            float& x = scores[mt][nt][2 * h + c];
-            x = ptx::exp2_approx(fmaf(x, scale_log2, -shift));
+            Number& x = scores[mt][nt][2 * h + c];
+            x = exp2_of(fma(x, scale_log2, -shift));
             tile_sum += x;
           }
         }
@@ -218,35 +241,35 @@ struct OnlineSoftmax {
   }
 
   template <int kOutTiles>
-  __device__ static __forceinline__ void scale_rows(float (&out)[kMTiles][kOutTiles][4],
-                                                    const float (&factor)[kMTiles][2]) {
+  __device__ static __forceinline__ void scale_rows(Number (&out)[kMTiles][kOutTiles][4],
+                                                    const Number (&factor)[kMTiles][2]) {
     for_each_accumulator(out, [&](int mt, int h, int nt, int c) { out[mt][nt][2 * h + c] *= factor[mt][h]; });
   }
 
   // Adds up the lanes' sums.
-  __device__ __forceinline__ RowEnd finish(int mt, int h, float sink_log2) {
+  __device__ __forceinline__ RowEnd<Number> finish(int mt, int h, Number sink_log2) {
     return finish_row(max_log2[mt][h], row_sum(sum[mt][h]), sink_log2);
   }
 
  private:
-  // The largest of a lane's scores in each row. Number = int compares their bits as signed integers, three at
+  // The largest of a lane's scores in each row. kByBits compares their bits as signed integers, three at
   // a time, which is right unless both are negative: if all scores are, it gives the smallest one. That makes
   // no difference where no running maximum is low, since such scores move none.
-  template <class Number, int kNTiles>
-  __device__ static __forceinline__ void lane_maxima(const float (&scores)[kMTiles][kNTiles][4],
-                                                     float (&lane_max)[kMTiles][2]) {
+  template <bool kByBits, int kNTiles>
+  __device__ static __forceinline__ void lane_maxima(const Number (&scores)[kMTiles][kNTiles][4],
+                                                     Number (&lane_max)[kMTiles][2]) {
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float maximum = scores[mt][0][2 * h];
+        Number maximum = scores[mt][0][2 * h];
 #pragma unroll
         for (int nt = 0; nt < kNTiles; ++nt) {
-          const float a = scores[mt][nt][2 * h], b = scores[mt][nt][2 * h + 1];
-          if constexpr (std::is_same_v<Number, int>) {
+          const Number a = scores[mt][nt][2 * h], b = scores[mt][nt][2 * h + 1];
+          if constexpr (kByBits) {
             maximum = ptx::max_of_bits(maximum, a, b);
           } else {
-            maximum = fmaxf(maximum, fmaxf(a, b));
+            maximum = fmax(maximum, fmax(a, b));
           }
         }
         lane_max[mt][h] = maximum;
@@ -257,7 +280,7 @@ struct OnlineSoftmax {
   __device__ __forceinline__ void set_low() {
     bool low = false;
 #pragma unroll
-    for (int mt = 0; mt < kMTiles; ++mt) low |= fminf(max_log2[mt][0], max_log2[mt][1]) < -kRescaleThreshold;
+    for (int mt = 0; mt < kMTiles; ++mt) low |= fmin(max_log2[mt][0], max_log2[mt][1]) < -kRescaleThreshold;
     is_low = __any_sync(0xffffffff, low);
   }
 };

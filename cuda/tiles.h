@@ -27,6 +27,10 @@ constexpr ForwardTile forward_tile(int element_bytes, int head_dim) {
     if (head_dim <= 128) return {128, 64, 4, 4, 2};  // 96 KB
     return {64, 32, 4, 4, 2};  // 96 KB; 16 rows a warp: 32 would take 256 registers for out
   }
+  if (element_bytes == 8) {
+    if (head_dim <= 64) return {64, 32, 4, 2, 2};  // 64 KB
+    return {64, 16, 4, 2, 2};                      // 96 KB
+  }
   if (head_dim <= 64) return {128, 64, 4, 4, 2};   // 96 KB
   if (head_dim <= 128) return {128, 32, 4, 2, 2};  // 96 KB
   return {64, 16, 4, 2, 2};                        // 96 KB
@@ -72,15 +76,16 @@ constexpr BackwardTile backward_tile(int element_bytes, int head_dim) {
     if (head_dim <= 128) return {64, 128, 8, 2, 4, 2, 1};  // 128 KB, 160 KB with two stages
     return {64, 64, 8, 2, 2, 2, 1};                        // 144 KB
   }
-  if (head_dim <= 64) return {64, 64, 4, 2, 2, 2, 2};   // 96 KB
-  if (head_dim <= 128) return {32, 64, 4, 2, 2, 1, 2};  // 112 KB
-  return {32, 32, 4, 2, 1, 2, 1};                       // 136 KB
+  if (element_bytes == 8) return {32, 64, 8, 2, 2, 2, 1};  // 128, 224 KB
+  if (head_dim <= 64) return {64, 64, 4, 2, 2, 2, 2};      // 96 KB
+  if (head_dim <= 128) return {32, 64, 4, 2, 2, 1, 2};     // 112 KB
+  return {32, 32, 4, 2, 1, 2, 1};                          // 136 KB
 }
 
-// For cards with 99 KB of shared memory, where the tiles above do not fit. For float32, the tile above for
-// head dim 64 does, and no tile would above head dim 128.
+// For cards with 99 KB of shared memory, where the tiles above do not fit; of float64 for head dim 128, for
+// those with 163 KB. For float32, the tile above for head dim 64 does, and no tile would above head dim 128.
 constexpr bool has_compact_backward_tile(int element_bytes, int head_dim) {
-  return element_bytes == 2 || (head_dim > 64 && head_dim <= 128);
+  return element_bytes != 4 || (head_dim > 64 && head_dim <= 128);
 }
 constexpr BackwardTile compact_backward_tile(int element_bytes, int head_dim) {
   if (element_bytes == 2) {
@@ -88,7 +93,8 @@ constexpr BackwardTile compact_backward_tile(int element_bytes, int head_dim) {
     if (head_dim <= 128) return {64, 64, 4, 2, 2, 2, 1};  // 80 KB
     return {32, 32, 4, 2, 1, 2, 1};                       // 72 KB
   }
-  return {32, 32, 4, 2, 1, 2, 1};  // 72 KB
+  if (element_bytes == 8) return {32, 32, 4, 2, 1, 2, head_dim <= 64 ? 2 : 1};  // 80, 144 KB
+  return {32, 32, 4, 2, 1, 2, 1};                                               // 72 KB
 }
 
 struct BackwardDqTile {
@@ -104,6 +110,10 @@ constexpr BackwardDqTile backward_dq_tile(int element_bytes, int head_dim) {
     if (head_dim <= 64) return {128, 64, 4, 2, 2};   // 64 KB
     if (head_dim <= 128) return {128, 32, 4, 2, 2};  // 96 KB
     return {64, 16, 4, 2, 2};                        // 96 KB
+  }
+  if (element_bytes == 8) {
+    if (head_dim <= 64) return {64, 16, 4, 2, 2};  // 96 KB
+    return {32, 16, 2, 1, 2};                      // 96 KB
   }
   if (head_dim <= 64) return {128, 32, 4, 2, 2};  // 96 KB
   if (head_dim <= 128) return {64, 16, 4, 2, 2};  // 96 KB
@@ -124,6 +134,10 @@ constexpr TangentTile tangent_tile(int element_bytes, int head_dim) {
     if (head_dim <= 128) return {64, 64, 4, 4, 2};  // 96 KB
     return {64, 32, 4, 2, 2};                       // 96 KB
   }
+  if (element_bytes == 8) {
+    if (head_dim <= 64) return {64, 32, 4, 2, 2};  // 96 KB
+    return {32, 16, 2, 2, 2};                      // 96 KB
+  }
   if (head_dim <= 64) return {64, 64, 4, 4, 2};   // 96 KB
   if (head_dim <= 128) return {64, 32, 4, 2, 2};  // 96 KB
   return {32, 16, 2, 2, 2};                       // 96 KB
@@ -137,8 +151,9 @@ constexpr BackwardTile backward_tangent_tile(int element_bytes, int head_dim) {
     if (head_dim <= 128) return {32, 64, 4, 2, 2, 0, 2};  // 112 KB
     return {32, 32, 4, 2, 1, 0, 1};                       // 144 KB
   }
-  if (head_dim <= 64) return {16, 64, 4, 1, 2, 0, 2};  // 96 KB
-  return {32, 32, 4, 2, 1, 0, 1};                      // 144 KB; above head dim 128 no tile fits
+  if (element_bytes == 8) return {32, 32, 4, 2, 1, 0, 1};  // 160 KB; above head dim 64 no tile fits
+  if (head_dim <= 64) return {16, 64, 4, 1, 2, 0, 2};      // 96 KB
+  return {32, 32, 4, 2, 1, 0, 1};                          // 144 KB; above head dim 128 no tile fits
 }
 
 // For cards with 99 KB of shared memory, where the tile above for these does not fit.
@@ -154,8 +169,9 @@ constexpr BackwardDqTile backward_tangent_dq_tile(int element_bytes, int head_di
     if (head_dim <= 128) return {64, 32, 4, 1, 2};  // 96 KB
     return {32, 16, 2, 1, 2};                       // 96 KB
   }
-  if (head_dim <= 64) return {64, 32, 4, 1, 2};  // 96 KB
-  return {32, 16, 2, 1, 2};                      // 96 KB
+  if (element_bytes == 8) return {32, 16, 2, 1, 2};  // 96 KB
+  if (head_dim <= 64) return {64, 32, 4, 1, 2};      // 96 KB
+  return {32, 16, 2, 1, 2};                          // 96 KB
 }
 
 struct BackwardBiasTile {
@@ -168,6 +184,7 @@ struct BackwardBiasTile {
 
 constexpr BackwardBiasTile backward_bias_tile(int element_bytes) {
   if (element_bytes == 2) return {128, 128, 64, 8, 4, 1};  // 64 KB
+  if (element_bytes == 8) return {64, 64, 16, 8, 4, 1};    // 32 KB
   return {64, 64, 32, 4, 2, 2};                            // 32 KB
 }
 
@@ -231,6 +248,13 @@ constexpr ForwardTile general_forward_tile(int head_dim) {
   if (head_dim <= 64) return {3, 64, 4, 2, 64, true};  // 160 KB
   if (head_dim <= 128) return {3, 64, 3, 2, 0, true};  // 216 KB
   return forward_tile(head_dim, false);
+}
+
+// For two planes of each array: twice the shared memory, the sums of a block beside out, and probabilities in
+// two planes, too.
+constexpr ForwardTile fine_forward_tile(int head_dim, bool general) {
+  if (head_dim <= 64) return {2, general ? 64 : 96, 3, 2, 0, true};  // 176, 208 KB
+  return {2, 64, 2, 1, 0, true};                                     // 192, 208 KB
 }
 
 // Which of the two tiles is faster, as measured. `keys`: the most that a row sees.

@@ -23,9 +23,10 @@ from ._options import describe, static_int
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 _INT32 = np.iinfo(np.int32)
 _MAX_CUDA_HEAD_DIM = 256
+_MAX_CUDA_FLOAT64_HEAD_DIM = 128
 # Compute capabilities whose blocks have 99 KB of shared memory, and the largest head dim whose tiles fit there.
 _SMALL_GPUS = ("8.6", "8.9", "12.0", "12.1")
-_MAX_SMALL_GPU_FLOAT32_GRADIENT_HEAD_DIM = 128
+_MAX_SMALL_GPU_GRADIENT_HEAD_DIM = {"float32": 128, "float64": 64}
 _USE_XLA = 'Pass implementation="xla" (plain XLA, with memory that grows as T * S).'
 
 
@@ -213,20 +214,25 @@ def check_dropout_rng(dropout_rng: Any, rate: float) -> jax.Array | None:
 
 def check_cuda(dtype: np.dtype, head_dim: int, *, is_gradient: bool) -> None:
     """Refuses calls that the CUDA kernels do not serve. Called when a call is lowered for a GPU."""
-    if dtype == jnp.float64:
-        raise NotImplementedError(f"The CUDA kernels do not support float64. {_USE_XLA}")
-    if head_dim > _MAX_CUDA_HEAD_DIM:
+    largest = _MAX_CUDA_FLOAT64_HEAD_DIM if dtype == jnp.float64 else _MAX_CUDA_HEAD_DIM
+    if head_dim > largest:
         raise NotImplementedError(
-            f"The CUDA kernels support head dims up to {_MAX_CUDA_HEAD_DIM}, got {head_dim}. {_USE_XLA}"
+            f"The CUDA kernels support head dims up to {largest} in {dtype.name}, got {head_dim}. {_USE_XLA}"
         )
     _ffi.check_gpu_kernels()
-    if is_gradient and dtype == jnp.float32 and head_dim > _MAX_SMALL_GPU_FLOAT32_GRADIENT_HEAD_DIM:
+    if dtype == jnp.float64 and not any(" float64 " in name for name in _ffi.build_info()["kernels"]):
+        raise NotImplementedError(
+            "This build of jax_flash has no CUDA kernels for float64. Install it again with "
+            "`pip install --force-reinstall --no-cache-dir -C cmake.define.JAX_FLASH_FLOAT64=ON`, with the head dim "
+            '64 or 128 if you also pass JAX_FLASH_HEAD_DIMS, or pass implementation="xla".'
+        )
+    largest = _MAX_SMALL_GPU_GRADIENT_HEAD_DIM.get(dtype.name, _MAX_CUDA_HEAD_DIM)
+    if is_gradient and head_dim > largest:
         for device in _ffi.local_gpus():
             if device.compute_capability in _SMALL_GPUS:
                 raise NotImplementedError(
-                    f"On {device.device_kind} the gradient in float32 supports head dims up to "
-                    f"{_MAX_SMALL_GPU_FLOAT32_GRADIENT_HEAD_DIM}, got {head_dim}: its blocks have 99 KB of shared "
-                    f"memory, and more needs 136 KB. {_USE_XLA}"
+                    f"On {device.device_kind} the gradient in {dtype.name} supports head dims up to {largest}, got "
+                    f"{head_dim}: its blocks have 99 KB of shared memory. {_USE_XLA}"
                 )
 
 

@@ -6,9 +6,11 @@ differentiates the gradient. With `forward_mode` JAX meets the primitives themse
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from . import _derivatives
@@ -23,6 +25,15 @@ def attention(query, key, value, operands, options, *, forward_mode: bool, with_
     return (_with_reverse_mode if with_lse else _without_lse)(query, key, value, operands, options)
 
 
+def _undifferentiated(query, options):
+    """The options where JAX calls the primal function of a custom_vjp: where the result is not differentiated.
+
+    Only where the kernels differ, else XLA would not merge the call with an equal one that is differentiated.
+    """
+    may_differ = query.dtype == jnp.float32 and options.precision > 0
+    return dataclasses.replace(options, differentiated=False) if may_differ else options
+
+
 # Inside a jit, the gradient of an eager call is one program, too, and XLA drops passes whose results nobody uses.
 # (symbolic_zeros would tell custom_vjp which, but eager shard_map does not support them.)
 @functools.partial(jax.jit, static_argnums=4)
@@ -33,6 +44,7 @@ def _with_both_modes(query, key, value, operands, options):
 @functools.partial(jax.jit, static_argnums=4)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _with_reverse_mode(query, key, value, operands, options):
+    options = _undifferentiated(query, options)
     return _derivatives.forward(dict(q=query, k=key, v=value) | operands, options)
 
 
@@ -40,6 +52,7 @@ def _with_reverse_mode(query, key, value, operands, options):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _without_lse(query, key, value, operands, options):
     """None for the log-sum-exp, which has no cotangent then: one array less for the backward pass."""
+    options = _undifferentiated(query, options)
     return _derivatives.forward(dict(q=query, k=key, v=value) | operands, options)[0], None
 
 

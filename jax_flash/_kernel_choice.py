@@ -21,15 +21,21 @@ _PAIR_OPERANDS = {"mask", "bias", "alibi_slopes", "query_segment_ids", "scale_fa
 
 
 def num_planes(call: Pass, q, k, v, options: AttentionOptions) -> int:
-    """Whether Hopper's kernels compute float32 as scaled float16 (cuda/planes.cuh): 1 or 0."""
+    """In how many planes of scaled float16 Hopper's kernels compute float32 (cuda/planes.cuh); 0: not at all."""
     direction = {FORWARD: "forward", BACKWARD: "backward"}.get(call)
-    if direction is None or q.dtype != jnp.float32 or options.precision:
+    planes = 2 if options.precision else 1
+    if direction is None or q.dtype != jnp.float32:
+        return 0
+    # There are no gradients by two planes, and other kernels do not recompute the scores to the last bit: with logits
+    # of several hundreds, probabilities would not be exact in float32.
+    if planes == 2 and options.differentiated:
         return 0
     shortest = _library.constants()["kShortLength"] + 1
     sizes = (*q.shape[-3:-1], *k.shape[-3:-1])
     is_long = all(isinstance(size, int) for size in sizes) and min(q.shape[-3], k.shape[-3]) >= shortest
-    is_served = is_long and _hopper_head_dim(direction, q, v) > 0
-    return int(is_served and planes_pay(direction, q, k, options))
+    arithmetic = "tf32x3" if planes == 2 else "tf32"
+    is_served = is_long and _hopper_head_dim(direction, q, v, arithmetic) > 0
+    return planes if is_served and planes_pay(direction, q, k, options) else 0
 
 
 def planes_pay(direction: str, q, k, options: AttentionOptions) -> bool:
@@ -45,7 +51,10 @@ def planes_pay(direction: str, q, k, options: AttentionOptions) -> bool:
     if min(options.reach) >= 0:
         keys = min(keys, sum(options.reach) + 1)
     pairs = seqlen_q * group * keys * (2 if head_dim <= 32 else 1)  # portable kernels fill 64 columns
-    of_query, of_key = (165, 330) if direction == "forward" else (170, 95)
+    # Two planes take longer to make, but there the portable kernels are three times as slow.
+    of_query, of_key = (
+        (170, 95) if direction == "backward" else (70, 140) if options.precision else (165, 330)
+    )
     return pairs >= of_query * seqlen_q * group + of_key * seqlen_kv
 
 
@@ -141,7 +150,7 @@ def num_head_parts(q, k, v, is_causal: bool) -> int:
     return K * best if best > 1 else 0
 
 
-def _hopper_head_dim(direction: str, q, v) -> int:
+def _hopper_head_dim(direction: str, q, v, arithmetic: str | None = None) -> int:
     """The head dim of Hopper's kernel that is certain to run; 0 if none is."""
     gpus = _ffi.local_gpus()
     is_hopper = gpus and all(gpu.compute_capability == "9.0" for gpu in gpus)
@@ -150,12 +159,13 @@ def _hopper_head_dim(direction: str, q, v) -> int:
         return 0
     # The gradient's kernel for 192 takes values of up to 128 (backward_head_dim_v in cuda/tiles.h).
     smallest = 193 if direction == "backward" and v.shape[-1] > 128 else 1
-    return _kernel_head_dim(f"{direction} sm90", q.dtype, max(*head_dims, smallest))
+    return _kernel_head_dim(f"{direction} sm90", q.dtype, max(*head_dims, smallest), arithmetic)
 
 
-def _kernel_head_dim(kind: str, dtype, head_dim: int) -> int:
+def _kernel_head_dim(kind: str, dtype, head_dim: int, arithmetic: str | None = None) -> int:
     """The head dim of the compiled kernel that serves this one; 0 if there is none. kind: such as "forward sm80"."""
-    arithmetic = dtype.name if dtype.itemsize == 2 else "tf32"  # tf32x3 has the same head dims
+    # But for planes, tf32x3 has the same head dims as tf32.
+    arithmetic = arithmetic or ("tf32" if dtype == jnp.float32 else dtype.name)
     names = (name.rsplit(" ", 1) for name in _ffi.build_info()["kernels"])
     compiled = (int(size) for name, size in names if name == f"{kind} {arithmetic}")
     return min((size for size in compiled if size >= head_dim), default=0)
@@ -183,5 +193,5 @@ def backward_tangent_fits(q, k, v) -> bool:
     """Whether there is a CUDA kernel whose tiles fit into the shared memory of the GPUs: see cuda/tiles.h."""
     gpus = _ffi.local_gpus()
     has_room = gpus and all(gpu.compute_capability in _LARGE_SHARED_MEMORY for gpu in gpus)
-    largest = (256 if has_room else 128) if q.dtype.itemsize == 2 else (128 if has_room else 64)
+    largest = {2: (128, 256), 4: (64, 128), 8: (0, 64)}[q.dtype.itemsize][bool(has_room)]
     return 0 < _kernel_head_dim("backward_tangent sm80", q.dtype, max(q.shape[-1], v.shape[-1])) <= largest

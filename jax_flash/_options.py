@@ -45,6 +45,7 @@ class AttentionOptions:
     dropout_rate: float  # share of the probabilities that becomes 0
     precision: int  # of float32 products: 0 default, 1 high, 2 highest
     deterministic: bool  # the backward pass sums in a fixed order
+    differentiated: bool = True  # a derivative may follow, which recomputes the same scores
 
     @classmethod
     def resolve(

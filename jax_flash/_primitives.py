@@ -285,6 +285,7 @@ def _workspace_avals(call: Pass, avals, *, operands: tuple[str, ...], options: A
             is_backward=call is BACKWARD,
             is_backward_tangent=call is BACKWARD_TANGENT,
             is_16_bit=q.dtype.itemsize == 2,
+            sum_words=2 if q.dtype == jnp.float64 else 1,
             may_have_planes=q.dtype == jnp.float32 and call in (*FORWARDS, BACKWARD),
             is_deterministic=options.deterministic,
             has_mask="mask" in named,

@@ -27,6 +27,7 @@ class Call(NamedTuple):
     is_backward: bool
     is_backward_tangent: bool
     is_16_bit: bool
+    sum_words: int
     may_have_planes: bool
     is_deterministic: bool
     has_mask: bool

@@ -195,7 +195,7 @@ void test_workspace_of_planes() {
   const auto take_backward = [&](int64_t planes, int64_t dq_rows) {
     const Type statistics = {DataType::F32, {2, 6, 128}}, parts = {DataType::F32, {2, 0, 16, 8}};
     return take_workspace(Platform::kCuda, Pass::kBackward, params,
-                          {{DataType::S32, {planes, 2, 3, jax_flash::kPlaneScales + 8}},
+                          {{DataType::S32, {planes, 2, 3, jax_flash::kPlaneScales + 3 * 8}},
                            {DataType::U16, {2 * planes, 70, 6, 8}},
                            {DataType::U16, {2 * planes, 5, 3, 8}},
                            {DataType::U16, {2 * planes, 5, 3, 8}},
@@ -213,6 +213,21 @@ void test_workspace_of_planes() {
   expect(take_backward(1, 80).success() && !workspace.leaves_dq, "planes with sums of dq");
   expect(take_backward(1, 0).success() && workspace.leaves_dq, "planes without sums of dq");
   expect(take_backward(1, 16).failure(), "planes with sums of some rows of dq");
+
+  params.options.precision = 2;
+  const auto take_forward = [&](int64_t planes) {
+    return take_workspace(Platform::kCuda, Pass::kForward, params,
+                          {{DataType::S32, {planes, 2, 3, jax_flash::kPlaneScales + 3 * 8}},
+                           {DataType::U16, {2 * planes, 70, 6, 8}},
+                           {DataType::U16, {2 * planes, 5, 3, 8}},
+                           {DataType::U16, {2 * planes, 5, 3, 8}},
+                           {DataType::S32, {1}},
+                           {DataType::F32, {0, 2, 70, 6, 12}}},
+                          &workspace);
+  };
+  expect(take_forward(0).success(), "no planes at \"highest\"");
+  expect(take_forward(2).success(), "two planes");
+  expect(take_forward(1).failure(), "one plane at \"highest\"");
 }
 
 Error handler(int kind) {

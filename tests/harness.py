@@ -36,8 +36,22 @@ KINDS = {
         ("float16", None, "float16"),
         ("float32", "default", "tfloat32"),
         ("float32", "highest", "float32"),
+        ("float64", None, "float64"),
     ],
 }
+
+
+def kind(platform: str, index: int) -> tuple[str, str | None, str]:
+    """Skips the test where the platform has fewer kinds."""
+    if index >= len(KINDS[platform]):
+        pytest.skip(f"{platform} has {len(KINDS[platform])} kinds")
+    return KINDS[platform][index]
+
+
+def most_exact(platform: str, case: Case) -> tuple[str, str | None, str]:
+    """The last kind that computes the case: on a GPU not float64 with head dims above 128."""
+    is_wide = max(case.head_dim, case.head_dim_v or 0) > 128
+    return KINDS[platform][-2 if is_wide and platform == "cuda" else -1]
 
 
 # From most to least exact.

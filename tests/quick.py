@@ -7,6 +7,7 @@ import pytest
 from cases import Case
 
 EXHAUSTIVE = pytest.mark.exhaustive
+NUM_KINDS = 5  # of harness.KINDS, on the platform that has most
 # Cases that the quick run computes in every dtype. Together they have every option.
 IN_EVERY_DTYPE = ("everything at once", "alibi")
 
@@ -42,8 +43,16 @@ def in_turn(
 
 
 def cases_and_kinds(cases: Collection[Case], quick: Collection[str] | None = None) -> list[Any]:
-    """Each case with each index of harness.KINDS, in turn; `quick` are names of cases."""
-    return in_turn({case.name: case for case in cases}, range(4), quick, with_all=IN_EVERY_DTYPE)
+    """Each case with each index of harness.KINDS, in turn; `quick` are names of cases.
+
+    The last kind is float64 on a GPU, whose kernels have head dims up to 128.
+    """
+    pairs = in_turn({case.name: case for case in cases}, range(NUM_KINDS - 1), quick, with_all=IN_EVERY_DTYPE)
+    last = (case for case in cases if max(case.head_dim, case.head_dim_v or 0) <= 128)
+    return pairs + [
+        _parameter((case, NUM_KINDS - 1), f"{case}-{NUM_KINDS - 1}", case.name in IN_EVERY_DTYPE)
+        for case in last
+    ]
 
 
 def _mapping(table: Table) -> Mapping[Any, Any]:
@@ -55,4 +64,4 @@ def _parameter(values: tuple[Any, ...], name: str, is_quick: bool) -> Any:
 
 
 # Indices of harness.KINDS. The quick run keeps bfloat16, and float32 at JAX's default precision.
-KINDS = pytest.mark.parametrize("kind", rows(range(4), quick=(0, 2)))
+KINDS = pytest.mark.parametrize("kind", rows(range(NUM_KINDS), quick=(0, 2)))

@@ -24,7 +24,7 @@ LONG_LENGTHS = (320, 383, 385, 449, 512, 513, 640, 700, 1025)
 CACHE_LENGTHS = (200, 255, 256, 257, 319, 511, 513, 700, 1000, 1023, 1025, 1300, 2049, 4097, 4500)
 HEAD_DIMS = (*(1, 2, 3, 8, 16, 24, 31, 32, 33, 40, 48, 63, 65, 72, 80, 96, 97, 104, 127), *[64, 128] * 4)
 WIDE_HEAD_DIMS = (129, 136, 160, 191, 192, 193, 200, 224, 255, 256, 257, 300)
-MAX_CUDA_HEAD_DIM = 256
+MAX_CUDA_HEAD_DIMS = {"float64": 128}  # in other dtypes 256
 # Limits of pairs of query and key, over all heads, batch elements and loop turns: about one second, and ten.
 PAIRS = 150_000
 MANY_PAIRS = 1_500_000
@@ -384,7 +384,8 @@ def draw(seed: int, platform: str) -> RandomCase:
     if dice.chance(0.3):
         more["deterministic"] = dice.pick([True, False])
 
-    case, has_batch, loop_sizes = _draw_sizes(dice, str(seed), platform)
+    largest = MAX_CUDA_HEAD_DIMS.get(dtype, 256) if platform == "cuda" else max(WIDE_HEAD_DIMS)
+    case, has_batch, loop_sizes = _draw_sizes(dice, str(seed), largest)
     options = _draw_options(dice, case, dtype, has_batch)
     magnitude = dice.pick([1.0] * 8 + [8.0, 30.0])
     if "scale" in options or case.head_dim > 128:
@@ -435,7 +436,7 @@ def draw(seed: int, platform: str) -> RandomCase:
     )
 
 
-def _draw_sizes(dice: _Dice, name: str, platform: str) -> tuple[Case, bool, list[int]]:
+def _draw_sizes(dice: _Dice, name: str, largest: int) -> tuple[Case, bool, list[int]]:
     """A case without options, whether it has a batch axis, and the sizes of the loops."""
     is_large = dice.chance(0.05)
     lengths = [LENGTHS, LENGTHS, [x for x in LENGTHS if x > 90]]
@@ -467,8 +468,7 @@ def _draw_sizes(dice: _Dice, name: str, platform: str) -> tuple[Case, bool, list
         sizes[sizes.index(max(sizes))] -= 1
     batch, num_kv_heads, group, *loop_sizes = sizes
     h, hv = (dice.pick(HEAD_DIMS if dice.chance(0.8) else WIDE_HEAD_DIMS) for _ in range(2))
-    if platform == "cuda":
-        h, hv = min(h, MAX_CUDA_HEAD_DIM), min(hv, MAX_CUDA_HEAD_DIM)
+    h, hv = min(h, largest), min(hv, largest)
     hv = hv if dice.chance(0.4) else h
     case = Case(name, batch, t, s, num_kv_heads * group, num_kv_heads, h, hv)
     return case, batch > 1 or dice.chance(0.7), loop_sizes

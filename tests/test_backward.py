@@ -17,7 +17,7 @@ from jax_flash import _kernel_choice
 
 @pytest.mark.parametrize(("case", "kind"), quick.cases_and_kinds(CASES))
 def test_is_close_to_exact(case, kind, platform):
-    dtype, precision, rule = harness.KINDS[platform][kind]
+    dtype, precision, rule = harness.kind(platform, kind)
     got, gradients = harness.run_with_operands(case, dtype, precision=precision)
     assert {got.dq.dtype, got.dk.dtype, got.dv.dtype} == {np.dtype(DTYPES[dtype])}
     harness.check(got, case, dtype, rule)
@@ -84,7 +84,7 @@ DETERMINISTIC = [
     ("case", "kind"), quick.cases_and_kinds([case for case in CASES if case.name in DETERMINISTIC])
 )
 def test_deterministic_is_as_close(case, kind, platform):
-    dtype, precision, rule = harness.KINDS[platform][kind]
+    dtype, precision, rule = harness.kind(platform, kind)
     got, gradients = harness.run_with_operands(case, dtype, precision=precision, deterministic=True)
     harness.check(got, case, dtype, rule)
     harness.check_operands(gradients, case, dtype, rule)

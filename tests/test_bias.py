@@ -76,7 +76,7 @@ def test_gradient_is_summed_over_broadcast_axes(axes, platform):
 @pytest.mark.parametrize("bias_dtype", ["bfloat16", "float16", "float32", "float64"])
 @quick.KINDS
 def test_gradient_has_the_dtype_of_the_bias(kind, bias_dtype, axes, platform):
-    dtype, precision, rule = harness.KINDS[platform][kind]
+    dtype, precision, rule = harness.kind(platform, kind)
     args, bias = arrays(DTYPES[dtype]), bias_of(axes, DTYPES[bias_dtype])
     with harness.x64(max(dtype, bias_dtype, key=["bfloat16", "float16", "float32", "float64"].index)):
         got = jax.jit(jax.grad(functools.partial(loss, precision=precision), argnums=3))(*args, bias)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("free_exchange")
 
 def check(case: Case, number: int, strategy: str, platform: str, **more: Any) -> None:
     """Compares the results and all gradients with exact ones, in the platform's most exact arithmetic."""
-    dtype, precision, rule = harness.KINDS[platform][-1]
+    dtype, precision, rule = harness.most_exact(platform, case)
     got, gradients = run(case, dtype, mesh_of(number), strategy, precision=precision, **more)
     harness.check(got, case, dtype, rule, is_rounded=number > 1)
     harness.check_operands(gradients, case, dtype, rule)

@@ -37,12 +37,15 @@ def test_some_kernel_takes_every_head_dim(kernels):
     """In every arithmetic, on every card."""
     arithmetics = "bfloat16", "float16", "tf32", "tf32x3"
     directions = "forward", "backward", "backward_dq", "backward_bias", "tangent"
+    assert all((direction, "sm80", "float64", 128) in kernels for direction in directions)
+    assert ("backward_tangent", "sm80", "float64", 64) in kernels
     for row in itertools.product(directions, ["sm80"], arithmetics):
         assert (*row, 256) in kernels
     for arithmetic, head_dim in zip(arithmetics, (256, 256, 128, 128), strict=True):
         assert ("backward_tangent", "sm80", arithmetic, head_dim) in kernels
     for row in itertools.product(directions[:3], ["sm90"], arithmetics[:2]):
         assert (*row, 256) in kernels
+    assert all(("forward", "sm90", "tf32x3", head_dim) in kernels for head_dim in (64, 128))
     short = (f"short_{direction}" for direction in ("forward", "backward", "backward_bias"))
     for row in itertools.product(short, ["sm80"], arithmetics[:2]):
         assert (*row, 64) in kernels

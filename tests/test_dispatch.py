@@ -201,6 +201,9 @@ def test_parts_of_the_sum_over_the_batch(q, num_keys, dbias, parts):
         (["9.0"], [64, 128, 256], 128, 128, "float32", True),
         ([], [64, 128, 256], 65, 65, "float32", False),  # the target GPU is unknown
         ([], [64, 128, 256], 64, 64, "float32", True),
+        (["9.0"], [64], 64, 64, "float64", True),
+        (["9.0"], [64], 72, 64, "float64", False),
+        (["8.9"], [64], 64, 64, "float64", False),
         ([], [128], 64, 64, "float32", False),  # the smallest kernel that serves it needs more memory
         (["9.0"], [64], 96, 96, "bfloat16", False),
         (["9.0"], [], 64, 64, "bfloat16", False),
@@ -210,7 +213,9 @@ def test_kernels_of_second_order(capabilities, head_dims, head_dim, head_dim_v, 
     """Where none fits, blocks of JAX compute the derivative of the gradient."""
     set_local_gpus(monkeypatch, *capabilities)
     kernels = [
-        f"backward_tangent sm80 {x} {size}" for x in ("bfloat16", "float16", "tf32") for size in head_dims
+        f"backward_tangent sm80 {x} {size}"
+        for x in ("bfloat16", "float16", "tf32", "float64")
+        for size in head_dims
     ]
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
     q, v = (jax.core.ShapedArray((2, 100, 4, size), jnp.dtype(dtype)) for size in (head_dim, head_dim_v))
@@ -240,8 +245,10 @@ def test_every_kernel_of_second_order_can_run(monkeypatch):
         (dict(s=64), (0, 0)),
         (dict(t=export.symbolic_shape("t")[0]), (0, 0)),  # may be short
         (dict(n=export.symbolic_shape("n")[0]), (0, 0)),
+        (dict(precision="highest", differentiated=False), (2, 0)),
+        (dict(precision="high", h=128, differentiated=False), (2, 0)),
+        (dict(precision="highest", h=256, differentiated=False), (0, 0)),  # no such kernel
         (dict(precision="highest"), (0, 0)),
-        (dict(precision="high"), (0, 0)),
         (dict(dtype="bfloat16"), (0, 0)),
     ],
     ids=str,
@@ -249,15 +256,18 @@ def test_every_kernel_of_second_order_can_run(monkeypatch):
 def test_float32_as_planes(call, planes, monkeypatch):
     """Where Hopper's kernels for float32 are certain to run, forward and backward."""
 
-    def num_planes(p, t=100, s=100, n=4, h=64, hv=64, dtype="float32", **options):
+    def num_planes(p, t=100, s=100, n=4, h=64, hv=64, dtype="float32", differentiated=True, **options):
         q, k, v = (
             jax.core.ShapedArray(shape, jnp.dtype(dtype)) for shape in ((t, n, h), (s, 2, h), (s, 2, hv))
         )
-        return _kernel_choice.num_planes(p, q, k, v, AttentionOptions.resolve(h, **options))
+        options = AttentionOptions.resolve(h, **options)
+        options = dataclasses.replace(options, differentiated=differentiated)
+        return _kernel_choice.num_planes(p, q, k, v, options)
 
     passes = _passes.FORWARD, _passes.BACKWARD
     kernels = [f"{direction} sm90 tf32 {size}" for direction in ("forward", "backward") for size in (64, 128)]
     kernels += ["forward sm90 tf32 256", "forward sm90 bfloat16 128", "backward sm90 bfloat16 128"]
+    kernels += ["forward sm90 tf32x3 64", "forward sm90 tf32x3 128"]
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
     set_local_gpus(monkeypatch, "9.0")
     assert tuple(num_planes(p, **call) for p in passes) == planes
@@ -278,6 +288,8 @@ PLANES_PAY = _kernel_choice.planes_pay  # tests have another one
         (dict(t=384, s=384), (False, True)),
         (dict(t=384, s=384, h=32), (True, True)),  # portable kernels fill 64 columns
         (dict(t=256, s=256), (False, False)),
+        (dict(t=256, s=256, precision="highest"), (True, False)),
+        (dict(t=128, s=128, precision="highest"), (False, False)),
         (dict(t=768, s=768, is_causal=True), (False, True)),
         (dict(t=4096, s=4096, local_window_size=(100, 27)), (False, False)),
         (dict(t=65, s=32768), (False, False)),  # as many keys to convert
@@ -401,7 +413,7 @@ def test_parts_in_workspace(dtype, queries, parts, size, head_dim, platform):
     q, k, v = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
     types = [jax.ShapeDtypeStruct((3, queries, 4, 30), q.dtype), jax.ShapeDtypeStruct(shapes[0][:-1], F32)]
     if dtype == "float32":  # no planes
-        types.append(jax.ShapeDtypeStruct((0, 3, 1, 16 + 30), jnp.int32))
+        types.append(jax.ShapeDtypeStruct((0, 3, 1, 16 + 30 + 2 * head_dim), jnp.int32))
         types += [jax.ShapeDtypeStruct((0, *x.shape[1:]), jnp.uint16) for x in (q, k, v)]
     types.append(jax.ShapeDtypeStruct((1,), jnp.int32))
     types += [jax.ShapeDtypeStruct((parts, 3, queries, 4, 32 + 4), F32)]

@@ -21,6 +21,7 @@ OPTIONS = dict(
     dropout_rate=np.float64(0.0),
     precision=np.int64(2),
     deterministic=np.bool_(True),
+    differentiated=np.bool_(True),
     operands="",
 )
 FORWARD = ["q", "k", "v"], ["out", "lse"]
@@ -72,14 +73,14 @@ def program(target: str, platform: str, *, replace=None, extra=(), drop=0, drop_
 def workspace(target: str, q, k, v, key_parts: int = 0, has_planes=True) -> list[jax.ShapeDtypeStruct]:
     """The workspace of a float32 call with arrays of these shapes, with no planes, for OPTIONS.
 
-    In float64 there are not even arrays for them.
+    In float64 there are not even arrays for them, and statistics have twice the size.
     """
     if any(len(shape) != 4 for shape in (q, k, v)):
         return []  # such a call ends before it is looked at
     (B, T, N, H), (S, K), Hv = q, k[1:3], v[-1]
-    statistics = 2 * [((B, N, -(-T // 128) * 128), F32)]
+    statistics = 2 * [((B, N, (1 if has_planes else 2) * (-(-T // 128) * 128)), F32)]
     counter = [((1,), I32)]
-    planes = [((0, B, K, 16 + Hv), I32)]
+    planes = [((0, B, K, 16 + Hv + 2 * H), I32)]
     planes += [((0, *shape), jnp.uint16) for shape in ((T, N, H), (S, K, H), (S, K, Hv))]
     rows = -(-S // 16) * 16
     of_gradient = [((0, T, N, Hv), jnp.uint16), ((0, B, N, -(-T // 128) * 128), F32)]
@@ -403,8 +404,13 @@ def test_more_than_the_cuda_kernels_do(target, cuda):
     shapes = {name: (*SHAPES[name][:3], 264) for name in tensors}
     with pytest.raises(jax.errors.JaxRuntimeError, match="256"):
         call(target, cuda, replace={name: (shape, F32) for name, shape in shapes.items()})
-    with harness.x64("float64"), pytest.raises(jax.errors.JaxRuntimeError, match="float64"):
-        call(target, cuda, replace={name: (shape, jnp.float64) for name, shape in SHAPES.items()})
+    shapes = {name: (*SHAPES[name][:3], 136) for name in tensors}
+    with harness.x64("float64"), pytest.raises(jax.errors.JaxRuntimeError, match="128"):
+        call(
+            target,
+            cuda,
+            replace={name: (shapes.get(name, shape), jnp.float64) for name, shape in SHAPES.items()},
+        )
     assert_alive(cuda)
 
 

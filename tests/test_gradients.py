@@ -61,30 +61,29 @@ def check(f, dtype: str, *args) -> None:
         check_grads(jax.jit(f), args, order=1, modes=["rev"], eps=eps)
 
 
-def dtypes_of(platform: str) -> list[str]:
-    return ["float32", "float64"] if platform == "cpu" else ["float32"]
+DTYPES = ("float32", "float64")
 
 
 @pytest.mark.parametrize("options", quick.rows(OPTIONS, quick=["full", "everything"]))
 def test_out_and_lse(options, platform):
-    for dtype in dtypes_of(platform):
+    for dtype in DTYPES:
         check(functools.partial(attention_and_lse, **options), dtype, *arrays(dtype))
 
 
 @pytest.mark.parametrize("part", [0, 1], ids=["out", "lse"])
 @pytest.mark.parametrize("heads", quick.rows(HEADS, quick=["groups"]))
 def test_heads(heads, part, platform):
-    for dtype in dtypes_of(platform):
+    for dtype in DTYPES:
         check(lambda *args: attention_and_lse(*args, is_causal=True)[part], dtype, *arrays(dtype, heads))
 
 
 def test_without_a_batch_axis(platform):
-    for dtype in dtypes_of(platform):
+    for dtype in DTYPES:
         check(attention_and_lse, dtype, *(x[0] for x in arrays(dtype)))
 
 
 def test_under_vmap(platform):
-    for dtype in dtypes_of(platform):
+    for dtype in DTYPES:
         q, k, v = arrays(dtype, (2, 2, 3, 3))
         check(jax.vmap(attention_and_lse, (0, None, 1)), dtype, q, k[0], np.moveaxis(v, 0, 1))
 
@@ -146,13 +145,13 @@ ARRAYS_OF_BOTH = quick.rows(
 @pytest.mark.parametrize(("name", "implementation"), ARRAYS_OF_BOTH)
 def test_arrays(name, implementation, platform):
     options = dict(implementation=implementation, **ARRAYS[name])
-    for dtype in dtypes_of(platform):
+    for dtype in DTYPES:
         check(functools.partial(attention_and_lse, **options), dtype, *arrays(dtype))
 
 
 def check_bias(bias, make, platform, **options) -> None:
     """The gradients of a bias or its slopes, and of the other arrays."""
-    for dtype in dtypes_of(platform):
+    for dtype in DTYPES:
         check(
             lambda x, *args: attention_and_lse(*args, bias=make(x), **options),
             dtype,
@@ -181,7 +180,7 @@ def test_gradient_of_slopes_beside(name, implementation, platform):
 @pytest.mark.parametrize("implementation", quick.rows({"fused": None, "xla": "xla"}, quick=["fused"]))
 def test_gradient_of_sinks(implementation, name, platform):
     options = dict(implementation=implementation, **OPTIONS[name])
-    for dtype in dtypes_of(platform):
+    for dtype in DTYPES:
         check(
             lambda sinks, *args: attention_and_lse(*args, sinks=sinks, **options),
             dtype,
@@ -215,7 +214,7 @@ def test_planted_fault_is_caught(fault, platform, plant):
     """With a fault in the backward pass, the checks above fail."""
     backward = _primitives.backward
     plant("backward", lambda *args: fault(*backward(*args)))
-    for dtype in dtypes_of(platform):
+    for dtype in DTYPES:
         with pytest.raises(AssertionError, match="Not equal to tolerance"):
             check(attention_and_lse, dtype, *arrays(dtype))
 

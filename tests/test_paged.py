@@ -35,7 +35,7 @@ def with_whole_pages(case: Case, page_size: int) -> Case:
 
 
 def check(case: Case, kind: int, page_size: int, platform: str, implementation: str | None = None) -> None:
-    dtype, precision, rule = harness.KINDS[platform][kind]
+    dtype, precision, rule = harness.kind(platform, kind)
     case = with_whole_pages(case, page_size)
     q, k, v, *_ = case.inputs(DTYPES[dtype])
     operands = case.operands(DTYPES[dtype])
@@ -48,7 +48,7 @@ def check(case: Case, kind: int, page_size: int, platform: str, implementation: 
         return harness.call(q, k, v, operands, **static)
 
     # Planes, which would compute float32 keys in order, are not made of pages.
-    portable = harness.without_planes() if rule == "tfloat32" else contextlib.nullcontext()
+    portable = harness.without_planes() if dtype == "float32" else contextlib.nullcontext()
     with harness.x64(dtype):
         with portable:
             want = jax.block_until_ready(f(q, k, v, operands))

@@ -192,6 +192,103 @@ def test_portable_kernels_compute_what_planes_do_not_hold(name, form, platform):
         assert are_equal(got, portable, ["dk", "dv"] + ["dq"] * deterministic)
 
 
+# What two planes hold, at "highest": numbers that differ by some powers of two less.
+OF_TWO_PLANES = {
+    **{
+        name: INPUTS[name] for name in ("normal", "sharp", "equal keys", "far from 1", "huge values", "zeros")
+    },
+    "rows": lambda rng, q, k, v, dout: (
+        q * powers(rng, T, 9),
+        k * powers(rng, S, 9),
+        v * powers(rng, S, 9),
+        dout,
+    ),
+    "columns": lambda rng, q, k, v, dout: [
+        x * powers(rng, q.shape[-1], 12).reshape(1, 1, 1, -1) for x in (q, k, v, dout)
+    ],
+    "opposite columns": lambda rng, q, k, v, dout: (
+        q * (factor := powers(rng, q.shape[-1], 11).reshape(1, 1, 1, -1)),
+        k / factor,
+        v,
+        dout,
+    ),
+}
+
+
+def times(array: int, index: tuple, factor: float):
+    """Inputs of which a part is multiplied."""
+
+    def inputs(rng, *arrays):
+        arrays[array][index] *= factor
+        return arrays
+
+    return inputs
+
+
+BEYOND_TWO_PLANES = {
+    "rows": INPUTS["rows"],
+    "queries and keys": INPUTS["keys and queries"],
+    "opposite columns": INPUTS["opposite columns"],
+    "a large value": INPUTS["a large value"],
+    "a segment": times(2, np.s_[:, S // 2 :], 2.0**16),
+    "a column of v": times(2, np.s_[..., 3], 2.0**20),
+    "small rows of v": times(2, np.s_[:, 40:44], 2.0**-20),
+    "a small query": times(0, np.s_[:, 7], 2.0**-20),
+}
+
+
+def at_highest(*arrays, **options):
+    return np.asarray(
+        jax.jit(functools.partial(jax_flash.flash_attention, precision="highest", **options))(*arrays)
+    )
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize("name", OF_TWO_PLANES)
+def test_two_planes_are_as_exact_as_float32(name, head_dim, platform):
+    """Beside the largest value of each column, and the largest result of each row."""
+    q, k, v, dout = make(name, OF_TWO_PLANES[name], head_dim)
+    got = at_highest(q, k, v)
+    want = oracle.attention(q, k, v, dout, np.zeros((1, T, N), np.float32)).out
+    of_columns = np.repeat(np.abs(v).max(1, keepdims=True), N // K, axis=2)
+    for unit in (of_columns, np.abs(want).max(3, keepdims=True)):
+        assert_close(got / unit, want / unit, "float32", num_keys=S, name=name)
+    with harness.cuda_settings(kernels="sm80"):
+        assert name == "zeros" or not np.array_equal(got, at_highest(q, k, v))  # these were not the kernels
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", BEYOND_TWO_PLANES)
+def test_portable_kernels_compute_what_two_planes_do_not_hold(name, head_dim, platform):
+    q, k, v, _ = make(name, BEYOND_TWO_PLANES[name], head_dim)
+    got = at_highest(q, k, v, is_causal=True)
+    with harness.cuda_settings(kernels="sm80"):
+        np.testing.assert_array_equal(got, at_highest(q, k, v, is_causal=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_padding_of_two_planes(head_dim, platform):
+    """NaN beyond the lengths influences nothing."""
+    q, k, v, _ = make("normal", INPUTS["normal"], head_dim)
+    lengths = dict(
+        query_seq_lengths=np.array([150], np.int32), key_value_seq_lengths=np.array([201], np.int32)
+    )
+    clean = at_highest(q, k, v, **lengths)
+    q[:, 150:] = k[:, 201:] = v[:, 201:] = np.nan
+    np.testing.assert_array_equal(at_highest(q, k, v, **lengths), clean)
+
+
+def test_gradients_have_the_scores_of_their_forward_pass(platform):
+    """There are no gradients by two planes: their forward pass is that of the portable kernels, too."""
+    q, k, v, _ = make("normal", INPUTS["normal"], 64)
+    attention = functools.partial(jax_flash.flash_attention, precision="highest")
+    got = [jax.jit(lambda *x: jax.vjp(attention, *x)[0])(q, k, v), attention(q, k, v, forward_mode=True)]
+    with harness.cuda_settings(kernels="sm80"):
+        portable = np.asarray(attention(q, k, v))
+    for out in got:
+        np.testing.assert_array_equal(out, portable)
+
+
 @pytest.mark.parametrize("head_dim", [40, 128])
 def test_many_query_heads(head_dim, platform):
     """Whose planes are made in two launches, because not all of them fit on a GPU at once."""

@@ -68,7 +68,7 @@ def assert_same_bits(got: oracle.Result, want: oracle.Result) -> None:
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @quick.KINDS
 def test_beyond_the_lengths_nothing_leaks(kind, is_causal, poison, platform):
-    dtype, precision, _ = harness.KINDS[platform][kind]
+    dtype, precision, _ = harness.kind(platform, kind)
     f = forward_and_backward(dict(deterministic=True, precision=precision, is_causal=is_causal))
     operands = {name: np.array(x, np.int32) for name, x in LENGTHS.items()}
     clean = arrays(dtype)
@@ -96,7 +96,7 @@ def test_beyond_the_lengths_nothing_leaks(kind, is_causal, poison, platform):
 @quick.KINDS
 def test_beyond_the_end_of_a_cache_nothing_leaks(kind, queries, platform):
     """With few queries the keys are split into parts, some of them beyond the length."""
-    dtype, precision, _ = harness.KINDS[platform][kind]
+    dtype, precision, _ = harness.kind(platform, kind)
     lengths = np.array([0, 1, 255, 256, 257, 700], np.int32)
     rng = np.random.default_rng(queries)
     shapes = [(len(lengths), queries, 8, 64), *2 * [(len(lengths), 900, 2, 64)]]
@@ -171,7 +171,7 @@ def test_memory_is_not_read_before_it_is_written(dtype, deterministic, platform)
 @quick.KINDS
 def test_nan_is_not_swallowed(kind, platform):
     """NaN in a query, or in a key or value that it sees, makes the row NaN; the lse of other rows stays."""
-    dtype, precision, _ = harness.KINDS[platform][kind]
+    dtype, precision, _ = harness.kind(platform, kind)
     f = forward_and_backward(dict(deterministic=True, precision=precision, is_causal=True))
     clean = arrays(dtype)
     portable = harness.without_planes() if dtype == "float32" else contextlib.nullcontext()
@@ -219,7 +219,7 @@ def test_nan_is_not_swallowed(kind, platform):
 @quick.KINDS
 def test_parts_of_the_keys_swallow_nothing(kind, operand, row, value, platform):
     """With few queries: the same places are NaN, infinite and finite; `row` is in the first or the last part."""
-    dtype, precision, _ = harness.KINDS[platform][kind]
+    dtype, precision, _ = harness.kind(platform, kind)
     rng = np.random.default_rng(0)
     shapes = [(2, 3, 4, 64), *2 * [(2, 700, 2, 64)]]
     inputs = [rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in shapes]
@@ -245,7 +245,7 @@ def test_parts_of_the_keys_swallow_nothing(kind, operand, row, value, platform):
 @quick.KINDS
 def test_inf_follows_the_reference(kind, operand, value, platform):
     """In full attention the same places are NaN, infinite and finite."""
-    dtype, precision, _ = harness.KINDS[platform][kind]
+    dtype, precision, _ = harness.kind(platform, kind)
     inputs = arrays(dtype)
     inputs["qkv".index(operand)][1, 70, 1, 3] = value
     f = jax.jit(lambda q, k, v: jax_flash.flash_attention(q, k, v, precision=precision, return_residual=True))
@@ -275,7 +275,7 @@ def array_operands(dtype: str) -> dict:
 @quick.KINDS
 def test_arrays_beyond_the_lengths_change_nothing(kind, poison, platform):
     """Whatever bias, mask and segments hold there; the gradient of the bias is 0 there."""
-    dtype, precision, _ = harness.KINDS[platform][kind]
+    dtype, precision, _ = harness.kind(platform, kind)
     static = dict(deterministic=True, precision=precision, dropout_rate=0.1, dropout_rng=jax.random.key(0))
     f = forward_and_backward_with_bias(static)
     lengths = {name: np.array(x, np.int32) for name, x in LENGTHS.items()}
@@ -317,7 +317,7 @@ HIDING = {
 @quick.KINDS
 def test_bias_of_hidden_pairs_changes_nothing(kind, hiding, poison, platform):
     """A hidden pair's logit is -inf, whatever its bias; its gradient is 0."""
-    dtype, precision, _ = harness.KINDS[platform][kind]
+    dtype, precision, _ = harness.kind(platform, kind)
     static = {name: x for name, x in hiding.items() if name in ("is_causal", "local_window_size")}
     operands = {name: x for name, x in hiding.items() if name not in static}
     f = forward_and_backward_with_bias(dict(deterministic=True, precision=precision, **static))
@@ -338,7 +338,7 @@ def test_bias_of_hidden_pairs_changes_nothing(kind, hiding, poison, platform):
 @quick.KINDS
 def test_nan_in_the_bias_is_not_swallowed(kind, platform):
     """It makes its row NaN; the lse of other rows and the results of other heads stay."""
-    dtype, precision, _ = harness.KINDS[platform][kind]
+    dtype, precision, _ = harness.kind(platform, kind)
     f = forward_and_backward_with_bias(dict(deterministic=True, precision=precision))
     inputs, bias = arrays(dtype), array_operands(dtype)["bias"]
     with harness.x64(dtype):
@@ -362,7 +362,7 @@ def test_nan_in_the_bias_is_not_swallowed(kind, platform):
 @pytest.mark.parametrize("value", quick.rows([np.inf, -np.inf], quick=[np.inf]))
 @quick.KINDS
 def test_inf_in_the_bias_follows_the_reference(kind, value, platform):
-    dtype, precision, _ = harness.KINDS[platform][kind]
+    dtype, precision, _ = harness.kind(platform, kind)
     inputs, bias = arrays(dtype), array_operands(dtype)["bias"]
     bias[1, 2, 70, ::2] = value
     f = jax.jit(
@@ -442,7 +442,7 @@ def test_keys_that_no_row_sees_change_nothing(by, dtype, platform):
 @quick.KINDS
 def test_rows_that_see_no_key_do_not_leak(kind, poison):
     """On the CPU: their queries and cotangents contribute to no gradient."""
-    dtype, precision, _ = harness.KINDS["cpu"][kind]
+    dtype, precision, _ = harness.kind("cpu", kind)
     f = forward_and_backward(dict(deterministic=True, precision=precision, is_causal=True, query_offset=-30))
     clean = arrays(dtype)
     poisoned = [x.copy() for x in clean]

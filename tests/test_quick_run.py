@@ -69,8 +69,9 @@ def test_every_option_runs_in_every_dtype(kind):
 
 def test_every_dtype_is_a_kind():
     assert {dtype for dtype, *_ in harness.KINDS["cpu"]} == {"bfloat16", "float16", "float32", "float64"}
-    assert {dtype for dtype, *_ in harness.KINDS["cuda"]} == {"bfloat16", "float16", "float32"}
+    assert {dtype for dtype, *_ in harness.KINDS["cuda"]} == {"bfloat16", "float16", "float32", "float64"}
     assert {precision for _, precision, _ in harness.KINDS["cuda"]} >= {"default", "highest"}
+    assert max(map(len, harness.KINDS.values())) == quick.NUM_KINDS
 
 
 @pytest.mark.exhaustive

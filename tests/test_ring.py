@@ -49,7 +49,7 @@ _ROWS = {
 def test_every_option_is_close_to_exact(case, number, layout, kind, platform):
     mesh = mesh_of(number)
     case = fitted(case, number, layout)
-    dtype, precision, rule = harness.KINDS[platform][kind]
+    dtype, precision, rule = harness.kind(platform, kind)
     got, gradients = run_ring(
         case, dtype, mesh, layout, **({} if precision is None else {"precision": precision})
     )

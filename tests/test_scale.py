@@ -50,7 +50,7 @@ def run(case, dtype: str, scale, precision=None) -> tuple[oracle.Result, jax.Arr
 @quick.KINDS
 @pytest.mark.parametrize("case", SCALED, ids=str)
 def test_is_close_to_exact(case, kind, scale, platform):
-    dtype, precision, rule = harness.KINDS[platform][kind]
+    dtype, precision, rule = harness.kind(platform, kind)
     got, dscale = run(case, dtype, np.float32(scale), precision)
     scale = float(np.float32(scale))
     want, want_dscale = exact(case, dtype, scale)

@@ -49,7 +49,7 @@ _EVERY_OPTION = {
 )
 def test_every_option(case, number, spec_kv, kind, platform):
     case = harness.fitted(case, number)
-    dtype, precision, rule = harness.KINDS[platform][kind]
+    dtype, precision, rule = harness.kind(platform, kind)
     more = {} if precision is None else {"precision": precision}
     got, gradients = run_jit(case, dtype, mesh_of(number), spec_kv, **more)
     of_rows = ("out", "lse", "dq")

@@ -42,7 +42,7 @@ def exact_gradient(q, k, v, sinks) -> np.ndarray:
 @quick.KINDS
 @pytest.mark.parametrize("case", WITH_SINKS, ids=str)
 def test_gradient_is_close_to_exact(case, kind, platform):
-    dtype, precision, rule = harness.KINDS[platform][kind]
+    dtype, precision, rule = harness.kind(platform, kind)
     inputs = case.inputs(DTYPES[dtype])
     operands = case.operands(DTYPES[dtype])
     sinks = operands.pop("sinks")

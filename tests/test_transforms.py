@@ -890,6 +890,21 @@ def test_a_symbolic_head_dim_is_refused():
         jax.export.export(jax.jit(attention))(x, x, x)
 
 
+@pytest.mark.parametrize("precision", ["default", "highest"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_equal_calls_are_merged(dtype, precision, platform):
+    """Also one whose result is differentiated with one whose is not, where the same kernel computes both."""
+
+    def f(x):
+        out = jax_flash.flash_attention(x, x, x, precision=precision)
+        return jnp.sum(out.astype(jnp.float32))
+
+    x = jnp.ones((2, 70, 2, 64), dtype)
+    text = jax.jit(lambda x: (jax.lax.stop_gradient(f(x)), jax.grad(f)(x))).lower(x).compile().as_text()
+    is_fine = (dtype, precision) == ("float32", "highest")
+    assert len(re.findall('custom_call_target="jax_flash_forward(?:_emulated)?"', text)) == 1 + is_fine
+
+
 BUILT_FOR_CUDA = pytest.mark.skipif(
     not jax_flash.build_info()["cuda"], reason="the library was built without CUDA"
 )
@@ -918,8 +933,10 @@ def test_lowering_for_cuda_refuses_what_it_cannot_do():
     lower_for_cuda(attention, 256)
     with pytest.raises(NotImplementedError, match=r'257.*implementation="xla"'):
         lower_for_cuda(attention, 257)
-    with harness.x64("float64"), pytest.raises(NotImplementedError, match=r'float64.*implementation="xla"'):
-        lower_for_cuda(attention, 8, jnp.float64)
+    with harness.x64("float64"):
+        lower_for_cuda(attention, 128, jnp.float64)
+        with pytest.raises(NotImplementedError, match=r'128 in float64, got 129.*implementation="xla"'):
+            lower_for_cuda(attention, 129, jnp.float64)
 
 
 @BUILT_FOR_CUDA
@@ -983,3 +1000,19 @@ def test_lowering_for_a_small_gpu_refuses_gradients_that_do_not_fit(monkeypatch)
     lower_for_cuda(gradient, 256, jnp.bfloat16)
     with pytest.raises(NotImplementedError, match=r'a small GPU.*up to 128, got 136.*implementation="xla"'):
         lower_for_cuda(gradient, 136)
+    with harness.x64("float64"):
+        lower_for_cuda(gradient, 64, jnp.float64)
+        with pytest.raises(
+            NotImplementedError, match=r"a small GPU.*float64 supports head dims up to 64, got 72"
+        ):
+            lower_for_cuda(gradient, 72, jnp.float64)
+
+
+@BUILT_FOR_CUDA
+def test_lowering_without_kernels_for_float64_names_the_option(monkeypatch):
+    info = jax_flash.build_info()
+    info["kernels"] = [name for name in info["kernels"] if " float64 " not in name]
+    monkeypatch.setattr(jax_flash._ffi, "build_info", lambda: info)
+    lower_for_cuda(attention, 64)
+    with harness.x64("float64"), pytest.raises(NotImplementedError, match=r"JAX_FLASH_FLOAT64=ON.*\"xla\""):
+        lower_for_cuda(attention, 64, jnp.float64)

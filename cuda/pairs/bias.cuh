@@ -8,6 +8,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "accumulator.cuh"
 #include "pairs/head.cuh"
@@ -173,14 +174,21 @@ __device__ __forceinline__ void for_each_two_biases(const Pairs& pairs, int row0
 }
 
 // x = score * multiplier + bias * bias_multiplier, for rows row0.. and columns column0...
-template <int kNTiles, class Pairs>
-__device__ __forceinline__ void add_bias(float (&scores)[kNTiles][4], const Pairs& pairs,
-                                         const LogitScale& logit, int row0, int column0) {
-  auto add = [&](float& x, float bias) { x = fmaf(x, logit.multiplier, bias * logit.bias_multiplier); };
+template <class Number, int kNTiles, class Pairs>
+__device__ __forceinline__ void add_bias(Number (&scores)[kNTiles][4], const Pairs& pairs,
+                                         const LogitScaleOf<Number>& logit, int row0, int column0) {
+  auto add = [&](Number& x, Number bias) { x = fma(x, logit.multiplier, bias * logit.bias_multiplier); };
   auto from_16_bits = [&](uint32_t bits) {  // of which the lower 16 count
     return pairs.options.is_half ? __half2float(__ushort_as_half(static_cast<uint16_t>(bits)))
                                  : __uint_as_float(bits << 16);
   };
+  if constexpr (std::is_same_v<Number, double>) {
+    if (pairs.options.bias_format == BiasFormat::kOne64Bit) {
+      for_each_bias<double, kNTiles>(pairs, row0, column0,
+                                     [&](int nt, int i, double bias) { add(scores[nt][i], bias); });
+      return;
+    }
+  }
   if (pairs.options.bias_format == BiasFormat::kOne32Bit) {
     for_each_bias<float, kNTiles>(pairs, row0, column0,
                                   [&](int nt, int i, float bias) { add(scores[nt][i], bias); });

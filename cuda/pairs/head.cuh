@@ -2,28 +2,30 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "pairs/options.cuh"
 #include "params.h"
 
 namespace jax_flash::cuda {
 
-// Rows are rows of scores: queries, or keys where kTransposed.
-template <bool kTransposed>
+// Rows are rows of scores: queries, or keys where kTransposed. Number is the scores' type.
+template <bool kTransposed, class Number_ = float>
 struct PairHead {
+  using Number = Number_;
   const char* bias;            // [T, S]; read only where options.bias_format is not kNone
   const uint32_t* mask_words;  // [rows, columns / 32], the mask as bits; null: no mask
   const int32_t* row_ids;      // [rows], segment ids; null: no segments
   const int32_t* column_ids;   // [columns], segment ids
   int index;                   // of the head, in [B, N]
-  float scale_factor = 1;
-  float slope = 0;       // of ALiBi, negated
+  Number scale_factor = 1;
+  Number slope = 0;      // of ALiBi, negated
   int query_offset = 0;  // added to a query's position by ALiBi
 
   __device__ __forceinline__ PairHead(const AttentionParams& params, int batch, int head) {
     const PairArray& array = params.bias;
     bias = static_cast<const char*>(array.data) +
-           (batch * array.batch_stride + head * array.head_stride) * (array.dtype == DType::kFloat32 ? 4 : 2);
+           (batch * array.batch_stride + head * array.head_stride) * bytes_of(array.dtype);
     const VisibilityWorkspace::Bits& bits = kTransposed ? params.visible.of_keys : params.visible.of_queries;
     mask_words = params.mask ? bits.words + batch * bits.batch_stride + head * bits.head_stride : nullptr;
     const int32_t* query_ids =
@@ -33,11 +35,18 @@ struct PairHead {
     row_ids = kTransposed ? key_ids : query_ids;
     column_ids = kTransposed ? query_ids : key_ids;
     index = batch * static_cast<int>(params.num_heads) + head;
-    if (params.scale_factor) scale_factor = static_cast<const float*>(params.scale_factor)[batch];
+    if (params.scale_factor) scale_factor = static_cast<const Number*>(params.scale_factor)[batch];
     if (!params.alibi_slopes) return;
     constexpr int kFar = 1 << 30;  // beyond every position, and far from overflow
-    slope = -static_cast<const float*>(params.alibi_slopes)[index];
+    slope = -static_cast<const Number*>(params.alibi_slopes)[index];
     if (params.query_offset) query_offset = max(-kFar, min(params.query_offset[batch], kFar));
+  }
+
+ private:
+  // Only where Number is double may a bias be float64.
+  __device__ __forceinline__ static int bytes_of(DType dtype) {
+    if (std::is_same_v<Number, double> && dtype == DType::kFloat64) return 8;
+    return dtype == DType::kFloat32 ? 4 : 2;
   }
 };
 
@@ -46,16 +55,18 @@ struct PairHead {
 template <bool kTransposed_, class Head = PairHead<kTransposed_>>
 struct Pairs {
   static constexpr bool kTransposed = kTransposed_;  // are rows of scores keys?
+  using Number = typename std::remove_cvref_t<Head>::Number;
 
   const AttentionParams& params;
-  const PairOptions& options;
+  const PairOptionsOf<Number>& options;
   Head head;
 
-  __device__ __forceinline__ Pairs(const AttentionParams& params, const PairOptions& options, Head head)
+  __device__ __forceinline__ Pairs(const AttentionParams& params, const PairOptionsOf<Number>& options,
+                                   Head head)
       : params(params), options(options), head(head) {}
-  __device__ __forceinline__ Pairs(const AttentionParams& params, const PairOptions& options, int batch,
-                                   int head)
-      : Pairs(params, options, PairHead<kTransposed>(params, batch, head)) {}
+  __device__ __forceinline__ Pairs(const AttentionParams& params, const PairOptionsOf<Number>& options,
+                                   int batch, int head)
+      : Pairs(params, options, PairHead<kTransposed, Number>(params, batch, head)) {}
 
   __device__ __forceinline__ bool has_dropout() const { return options.has_dropout; }
 
@@ -67,5 +78,9 @@ struct Pairs {
     return static_cast<int>(kTransposed ? params.seqlen_q : params.seqlen_kv);
   }
 };
+
+// Those of queries, by the type of their scores.
+template <class Number>
+using QueryPairs = Pairs<false, PairHead<false, Number>>;
 
 }  // namespace jax_flash::cuda

@@ -94,6 +94,14 @@ __device__ __forceinline__ void store_shared_x4(uint32_t shared, const float (&r
                : "memory");
 }
 
+// The same for two doubles.
+__device__ __forceinline__ void load_shared_x2(double (&r)[2], uint32_t shared) {
+  asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(r[0]), "=d"(r[1]) : "r"(shared) : "memory");
+}
+__device__ __forceinline__ void store_shared_x2(uint32_t shared, const double (&r)[2]) {
+  asm volatile("st.shared.v2.f64 [%0], {%1, %2};" ::"r"(shared), "d"(r[0]), "d"(r[1]) : "memory");
+}
+
 __device__ __forceinline__ uint32_t load_shared(uint32_t shared) {
   uint32_t value;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(shared) : "memory");
@@ -126,6 +134,14 @@ __device__ __forceinline__ void reduce_add(float* global, const float (&value)[k
     asm volatile("red.global.add.f32 [%0], %1;" ::"l"(global + i), "f"(value[i]) : "memory");
   }
 #endif
+}
+
+template <int kCount>
+__device__ __forceinline__ void reduce_add(double* global, const double (&value)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    asm volatile("red.global.add.f64 [%0], %1;" ::"l"(global + i), "d"(value[i]) : "memory");
+  }
 }
 
 }  // namespace jax_flash::cuda::ptx

@@ -34,12 +34,13 @@ using backward_params = BackwardParams;
 
 namespace jax_flash::cuda::sm80 {
 
+template <class Sum>
 struct BackwardArguments {
   BackwardParams params;
-  LogitScale logit;
-  PairOptions pairs;
+  LogitScaleOf<Sum> logit;
+  PairOptionsOf<Sum> pairs;
   HeadRows q, k, v, dout;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv], [B * T, N, Hv]
-  float* dq_accum;         // [B, T, N, H]; null where another kernel computes dq
+  Sum* dq_accum;           // [B, T, N, H]; null where another kernel computes dq
   int stages;  // buffers for queries and dout: 1 where 2 would leave room for fewer blocks, else 2
 };
 
@@ -122,9 +123,10 @@ class QueryWalk {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
-    backward_kernel(const __grid_constant__ BackwardArguments arguments) {
+    backward_kernel(const __grid_constant__ BackwardArguments<typename Config::Arithmetic::Sum> arguments) {
   using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
+  using Sum = typename Arithmetic::Sum;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
   using ScoreTile = typename Config::ScoreTile;
@@ -201,7 +203,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     ptx::copy_async_commit();
   };
 
-  float dk[kDkvRows / 16][kDkvColumns / 8][4], dv[kDkvRows / 16][kDkvColumns / 8][4];
+  Sum dk[kDkvRows / 16][kDkvColumns / 8][4], dv[kDkvRows / 16][kDkvColumns / 8][4];
   clear(dk);
   clear(dv);
   if (walk.blocks > 0) {
@@ -213,14 +215,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     KvLoader::round(sV);
   }
 
-  // float32 dq is summed in place, so ds has its scale. 16-bit ds would lose small values by that; there the
-  // scale is applied when dq_accum is converted.
-  const float ds_scale = kIs16Bit<Arithmetic> ? 1 : arguments.logit.scale;
+  // float32 and float64 dq are summed in place, so ds has its scale. 16-bit ds would lose small values by
+  // that; there the scale is applied when dq_accum is converted.
+  const Sum ds_scale = kIs16Bit<Arithmetic> ? 1 : arguments.logit.scale;
   const int64_t stats_stride = stats_length(seqlen_q);
   const int64_t stats_row = (int64_t{batch} * num_heads + first_head) * stats_stride + score_row;
   const int64_t dq_stride = int64_t{num_heads} * head_dim;
-  float* gDq0 = arguments.dq_accum + (q_row0 + dq_row + lane_id() / 4) * dq_stride +
-                int64_t{first_head} * head_dim + dq_column;
+  Sum* gDq0 = arguments.dq_accum + (q_row0 + dq_row + lane_id() / 4) * dq_stride +
+              int64_t{first_head} * head_dim + dq_column;
   // Does every run of this warp's columns lie within head_dim, aligned?
   const bool dq_columns_whole =
       dq_column + kWarpDqColumns <= head_dim && head_dim % kRunColumns<Arithmetic> == 0;
@@ -229,13 +231,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   for (; walk.blocks > 0; walk.advance()) {
     const int m_start = walk.m_start, head = walk.head;
     const int64_t stats = stats_row + (head - first_head) * stats_stride + m_start;
-    const Pairs<false> pairs{params, arguments.pairs, batch, head};
+    const QueryPairs<Sum> pairs{params, arguments.pairs, batch, head};
     const QTile sQ{ring + stage};                // [kBlockM, kHeadDim]
     const QTile sDout{sQ.base + QTile::kBytes};  // [kBlockM, kHeadDim]
 
-    float lse_log2[kScoreRows / 16][2], delta[kScoreRows / 16][2];
-    load_row_stats(lse_log2, params.lse_log2 + stats);
-    load_row_stats(delta, params.delta + stats);
+    Sum lse_log2[kScoreRows / 16][2], delta[kScoreRows / 16][2];
+    load_row_stats(lse_log2, statistics<Sum>(params.lse_log2) + stats);
+    load_row_stats(delta, statistics<Sum>(params.delta) + stats);
 
     // All threads see this block's rows and have finished with those before.
     ptx::copy_async_wait<0>();
@@ -243,7 +245,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     if (stage_step != 0) load_next();
 
     // ---- p = exp(q k^T - lse) ----
-    using Scores = float[kScoreRows / 16][kScoreColumns / 8][4];
+    using Scores = Sum[kScoreRows / 16][kScoreColumns / 8][4];
     Scores p;
     clear(p);
     multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
@@ -290,7 +292,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
         KMajorB<Arithmetic, KvTile>(sV, score_column));
     if (kMayHaveOthers && pairs.has_dropout()) {
       for_each_accumulator(ds, [&](int mt, int h, int nt, int c) {
-        float& x = ds[mt][nt][2 * h + c];
+        Sum& x = ds[mt][nt][2 * h + c];
         x = kept[mt].test(nt, 2 * h + c) ? x * arguments.pairs.kept_factor : 0;
       });
     }
@@ -311,8 +313,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 
     // ---- dq += ds k ----
     if (arguments.dq_accum) {
-      float* gDq = gDq0 + m_start * dq_stride + int64_t{head - first_head} * head_dim;
-      float dq[kWarpDqRows / 16][kWarpDqColumns / 8][4];
+      Sum* gDq = gDq0 + m_start * dq_stride + int64_t{head - first_head} * head_dim;
+      Sum dq[kWarpDqRows / 16][kWarpDqColumns / 8][4];
       clear(dq);
       multiply_add<Arithmetic, kBlockN / kStepK<Arithmetic>>(
           dq, KMajorA<Arithmetic, ScoreTile, kWarpDqRows / 16>(sDs, dq_row),
@@ -324,7 +326,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const bool row_valid = kWhole || m_start + dq_row + accumulator_row(mt, h) < mask.q_length;
-            float* gRow = gDq + (16 * mt + 8 * h) * dq_stride;
+            Sum* gRow = gDq + (16 * mt + 8 * h) * dq_stride;
             for_each_run<Arithmetic>(dq, mt, h, [&](int column, const auto& values) {
               if constexpr (kWhole) {
                 ptx::reduce_add(gRow + column, values);
@@ -361,7 +363,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       const int row = n_start + dkv_row + mn_major_accumulator_row<Arithmetic>(mt, h);
       if (row >= seqlen_kv) continue;
       const int64_t offset = (kv_row0 + row) * num_kv_heads + kv_head;
-      auto write = [&](void* to, int columns, float factor, const auto& acc) {
+      auto write = [&](void* to, int columns, Sum factor, const auto& acc) {
         Element* gRow = static_cast<Element*>(to) + offset * columns;
         for_each_run<Arithmetic>(acc, mt, h, [&](int column, const auto& values) {
           store_run<Arithmetic>(gRow, dkv_column + column, columns, row < mask.kv_length, factor, values);
@@ -377,10 +379,14 @@ template <class Config>
 Status launch_backward(const BackwardParams& params, const LaunchContext& context) {
   using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
-  // float32 gradients are summed in place.
-  float* dq_accum = params.leaves_dq       ? nullptr
-                    : kIs16Bit<Arithmetic> ? params.dq_accum
-                                           : static_cast<float*>(params.dq);
+  using Sum = typename Arithmetic::Sum;
+  // float32 and float64 gradients are summed in place.
+  Sum* dq_accum = nullptr;
+  if constexpr (kIs16Bit<Arithmetic>) {
+    if (!params.leaves_dq) dq_accum = params.dq_accum;
+  } else {
+    if (!params.leaves_dq) dq_accum = static_cast<Sum*>(params.dq);
+  }
   auto blocks_per_sm = [&](int stages) {
     const int bytes = Config::shared_bytes(stages);
     if (bytes > context.shared_memory_per_block) return 0;
@@ -389,20 +395,21 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
   if (blocks_per_sm(1) == 0) return Status::not_served();
   const int stages = blocks_per_sm(2) >= blocks_per_sm(1) ? 2 : 1;
   const int64_t dq_size = params.batch * params.seqlen_q * params.num_heads * params.head_dim;
-  Status status = launch_delta<Element>(params, dq_accum, dq_accum ? dq_size : 0, context);
+  Status status = launch_delta<Element>(params, reinterpret_cast<float*>(dq_accum),
+                                        dq_accum ? dq_size * (sizeof(Sum) / 4) : 0, context);
   if (!status.failed()) {
     status = launch_lists(params, QueryWalk<Config>::Queries::shape(), context);
   }
   if (status.failed()) return status;
-  const BackwardArguments arguments{params,
-                                    LogitScale(params),
-                                    PairOptions(params),
-                                    head_rows<Element>(params.q, params.num_heads, params.head_dim),
-                                    head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
-                                    head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
-                                    head_rows<Element>(params.dout, params.num_heads, params.head_dim_v),
-                                    dq_accum,
-                                    stages};
+  const BackwardArguments<Sum> arguments{params,
+                                         LogitScaleOf<Sum>(params),
+                                         PairOptionsOf<Sum>(params),
+                                         head_rows<Element>(params.q, params.num_heads, params.head_dim),
+                                         head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
+                                         head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
+                                         head_rows<Element>(params.dout, params.num_heads, params.head_dim_v),
+                                         dq_accum,
+                                         stages};
   const int64_t blocks = ceil_div(params.seqlen_kv, Config::kBlockN) * params.num_kv_heads * params.batch;
   status = launch(backward_kernel<Config>, blocks, Config::kThreads, Config::shared_bytes(stages), context,
                   arguments);

@@ -27,10 +27,11 @@ using backward_bias_params = BackwardParams;
 
 namespace jax_flash::cuda::sm80 {
 
+template <class Sum>
 struct BackwardBiasArguments {
   BackwardParams params;
-  LogitScale logit;
-  PairOptions pairs;
+  LogitScaleOf<Sum> logit;
+  PairOptionsOf<Sum> pairs;
   HeadRows q, k, v, dout;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv], [B * T, N, Hv]
 };
 
@@ -46,13 +47,15 @@ struct BackwardBiasConfig {
   using KvTile = SharedTile<Arithmetic, kBlockN, kPiece>;
   static constexpr int kStages = 2, kStageBytes = QTile::kBytes + KvTile::kBytes;
   // Sums that are to be added up further take the place of the pieces, at the end.
-  static constexpr int kSharedBytes = std::max(kStages * kStageBytes, kBlockM * kBlockN * 4);
+  static constexpr int kSharedBytes =
+      std::max(kStages * kStageBytes, kBlockM * kBlockN * int{sizeof(typename Arithmetic::Sum)});
 };
 
 template <class Arithmetic, class Config = BackwardBiasConfig<Arithmetic>>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
-    backward_bias_kernel(const __grid_constant__ BackwardBiasArguments arguments) {
+    backward_bias_kernel(const __grid_constant__ BackwardBiasArguments<typename Arithmetic::Sum> arguments) {
   using Element = typename Config::Element;
+  using Sum = typename Arithmetic::Sum;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kPiece = Config::kPiece;
@@ -98,7 +101,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int row = warp % Config::kTile.warps_m * Config::kRows;
   const int column = warp / Config::kTile.warps_m * Config::kColumns;
   const int row0 = m_start + row, column0 = n_start + column;
-  float sums[kMTiles][kNTiles][4];
+  Sum sums[kMTiles][kNTiles][4];
   clear(sums);
   int stage = 0;
   Item item = tile.first();
@@ -109,7 +112,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   while (tile.exists(item)) {
     const Item next_item = tile.next(item);
     const int batch = item.batch, head = item.head;
-    float p[kMTiles][kNTiles][4], ds[kMTiles][kNTiles][4];
+    Sum p[kMTiles][kNTiles][4], ds[kMTiles][kNTiles][4];
     clear(p);
     clear(ds);
     auto multiply_piece = [&](int piece, auto& scores) {
@@ -131,9 +134,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 #pragma unroll 1
     for (int piece = 0; piece < score_pieces; ++piece) multiply_piece(piece, p);
     const int64_t stats = (int64_t{batch} * num_heads + head) * stats_length(seqlen_q) + row0;
-    const Pairs<false> pairs{params, arguments.pairs, batch, head};
-    float lse_log2[kMTiles][2];
-    load_row_stats(lse_log2, params.lse_log2 + stats);
+    const QueryPairs<Sum> pairs{params, arguments.pairs, batch, head};
+    Sum lse_log2[kMTiles][2];
+    load_row_stats(lse_log2, statistics<Sum>(params.lse_log2) + stats);
     transform_scores(p, pairs, arguments.logit, row0, column0);
     recompute_probabilities(p, arguments.logit, lse_log2, [](auto&) {});
 
@@ -144,12 +147,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     if (pairs.has_dropout()) {
       draw_kept(bits, pairs, row0, column0);
       for_each_accumulator(ds, [&](int mt, int h, int nt, int c) {
-        float& x = ds[mt][nt][2 * h + c];
+        Sum& x = ds[mt][nt][2 * h + c];
         x = bits[mt].test(nt, 2 * h + c) ? x * arguments.pairs.kept_factor : 0;
       });
     }
-    float delta[kMTiles][2];
-    load_row_stats(delta, params.delta + stats);
+    Sum delta[kMTiles][2];
+    load_row_stats(delta, statistics<Sum>(params.delta) + stats);
     score_gradients(ds, p, delta, 1);
     const Mask mask(params, batch);
     if (!mask.covers(row0, Config::kRows, column0, Config::kColumns)) fill_hidden(ds, mask, row0, column0, 0);
@@ -171,15 +174,17 @@ template <class Arithmetic, int kHeadDim>
 Status backward_bias(const BackwardParams& params, const LaunchContext& context) {
   using Config = BackwardBiasConfig<Arithmetic>;
   using Element = typename Config::Element;
+  using Sum = typename Arithmetic::Sum;
   if (const Status status = launch_delta<Element>(params, nullptr, 0, context); status.failed())
     return status;
-  const BackwardBiasArguments arguments{params,
-                                        LogitScale(params),
-                                        PairOptions(params),
-                                        head_rows<Element>(params.q, params.num_heads, params.head_dim),
-                                        head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
-                                        head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
-                                        head_rows<Element>(params.dout, params.num_heads, params.head_dim_v)};
+  const BackwardBiasArguments<Sum> arguments{
+      params,
+      LogitScaleOf<Sum>(params),
+      PairOptionsOf<Sum>(params),
+      head_rows<Element>(params.q, params.num_heads, params.head_dim),
+      head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
+      head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
+      head_rows<Element>(params.dout, params.num_heads, params.head_dim_v)};
   return launch(backward_bias_kernel<Arithmetic>,
                 BiasSumsTile<Config::kBlockM, Config::kBlockN>::count(params), Config::kThreads,
                 Config::kSharedBytes, context, arguments);

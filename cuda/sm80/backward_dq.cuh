@@ -25,10 +25,11 @@ using backward_dq_params = BackwardParams;
 
 namespace jax_flash::cuda::sm80 {
 
+template <class Sum>
 struct BackwardDqArguments {
   BackwardParams params;
-  LogitScale logit;
-  PairOptions pairs;
+  LogitScaleOf<Sum> logit;
+  PairOptionsOf<Sum> pairs;
   HeadRows q, k, v, dout;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv], [B * T, N, Hv]
 };
 
@@ -49,10 +50,11 @@ struct BackwardDqConfig {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
-    backward_dq_kernel(const __grid_constant__ BackwardDqArguments arguments) {
+__global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm) backward_dq_kernel(
+    const __grid_constant__ BackwardDqArguments<typename Config::Arithmetic::Sum> arguments) {
   using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
+  using Sum = typename Arithmetic::Sum;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
   constexpr bool kMayHaveMask = Config::kPolicy.may_have_mask(), kMayHaveOthers = Config::kPolicy.others;
@@ -78,7 +80,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int n_begin = m_last < m_start ? 0 : mask.first_key(m_start) / kBlockN;
   const int n_end = m_last < m_start ? 0 : (mask.last_key(m_last) + kBlockN) / kBlockN;
   const typename Config::Keys keys(params, batch, head, m_start, n_begin, n_end);
-  const Pairs<false> pairs{params, arguments.pairs, batch, head};
+  const QueryPairs<Sum> pairs{params, arguments.pairs, batch, head};
 
   extern __shared__ __align__(128) uint8_t shared[];
   const QTile sQ{ptx::shared_address(shared)};       // [kBlockM, kHeadDim]
@@ -118,10 +120,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int warp_row = threadIdx.x / 32 * kWarpRows;
   const int warp_m = m_start + warp_row;
   const int64_t stats_row = (int64_t{batch} * num_heads + head) * stats_length(seqlen_q) + warp_m;
-  float lse_log2[kMTiles][2], delta[kMTiles][2];
-  load_row_stats(lse_log2, params.lse_log2 + stats_row);
-  load_row_stats(delta, params.delta + stats_row);
-  float dq[kMTiles][kHeadDim / 8][4];  // [kWarpRows, kHeadDim]
+  Sum lse_log2[kMTiles][2], delta[kMTiles][2];
+  load_row_stats(lse_log2, statistics<Sum>(params.lse_log2) + stats_row);
+  load_row_stats(delta, statistics<Sum>(params.delta) + stats_row);
+  Sum dq[kMTiles][kHeadDim / 8][4];  // [kWarpRows, kHeadDim]
   clear(dq);
 
 #pragma unroll 1
@@ -138,7 +140,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     if (!mask.hides(warp_m, kWarpRows, n_start, kBlockN)) {
       // ---- p = exp(q k^T - lse), ds = p * (dout v^T - delta) ----
       const bool covered = mask.covers(warp_m, kWarpRows, n_start, kBlockN);
-      float p[kMTiles][kNTiles][4], ds[kMTiles][kNTiles][4];  // [kWarpRows, kBlockN]
+      Sum p[kMTiles][kNTiles][4], ds[kMTiles][kNTiles][4];  // [kWarpRows, kBlockN]
       clear(p);
       multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
           p, KMajorA<Arithmetic, QTile, kMTiles>(sQ, warp_row), KMajorB<Arithmetic, KvTile>(sK, 0));
@@ -155,7 +157,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       if (kMayHaveOthers && pairs.has_dropout()) {
         draw_kept(bits, pairs, warp_m, n_start);
         for_each_accumulator(ds, [&](int mt, int h, int nt, int c) {
-          float& x = ds[mt][nt][2 * h + c];
+          Sum& x = ds[mt][nt][2 * h + c];
           x = bits[mt].test(nt, 2 * h + c) ? x * arguments.pairs.kept_factor : 0;
         });
       }
@@ -187,8 +189,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       const int row = warp_m + accumulator_row(mt, h);
       if (row >= seqlen_q) continue;
       // In a fully masked row, other rows of its tile may have left 0 * NaN.
-      const bool seeing = mask.first_key(row) <= mask.last_key(row) &&
-                          (!kMayHaveMask || params.lse_log2[stats_row + accumulator_row(mt, h)] != INFINITY);
+      const bool seeing =
+          mask.first_key(row) <= mask.last_key(row) &&
+          (!kMayHaveMask || statistics<Sum>(params.lse_log2)[stats_row + accumulator_row(mt, h)] != INFINITY);
       Element* gDq = static_cast<Element*>(params.dq) + ((q_row0 + row) * num_heads + head) * head_dim;
       for_each_run<Arithmetic>(dq, mt, h, [&](int column, const auto& values) {
         store_run<Arithmetic>(gDq, column, head_dim, seeing, arguments.logit.scale, values);
@@ -200,13 +203,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 template <class Config>
 Status launch_backward_dq(const BackwardParams& params, const LaunchContext& context) {
   using Element = typename Config::Element;
-  const BackwardDqArguments arguments{params,
-                                      LogitScale(params),
-                                      PairOptions(params),
-                                      head_rows<Element>(params.q, params.num_heads, params.head_dim),
-                                      head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
-                                      head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
-                                      head_rows<Element>(params.dout, params.num_heads, params.head_dim_v)};
+  using Sum = typename Config::Arithmetic::Sum;
+  const BackwardDqArguments<Sum> arguments{
+      params,
+      LogitScaleOf<Sum>(params),
+      PairOptionsOf<Sum>(params),
+      head_rows<Element>(params.q, params.num_heads, params.head_dim),
+      head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
+      head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
+      head_rows<Element>(params.dout, params.num_heads, params.head_dim_v)};
   if (const Status status = launch_lists(params, Config::Keys::shape(), context); status.failed()) {
     return status;
   }

@@ -37,29 +37,31 @@ using backward_tangent_params = BackwardTangentParams;
 
 namespace jax_flash::cuda::sm80 {
 
+template <class Sum>
 struct BackwardTangentArguments {
   BackwardTangentParams params;
-  LogitScale logit;
-  PairOptions pairs;
+  LogitScaleOf<Sum> logit;
+  PairOptionsOf<Sum> pairs;
   HeadRows q, k, v, dout;      // [B * T, N, H], [B * S, K, H], [B * S, K, Hv], [B * T, N, Hv]
   HeadRows tq, tk, tv, tdout;  // the same with D * B; data is null where the tangent is zero
-  float bend;                  // -2 / cap
+  Sum bend;                    // -2 / cap
 };
 
 // ---- tdelta and tlse of each row ----
 
 // The sum of a[i] * b[i] over a row, by one warp.
 template <class Element>
-__device__ __forceinline__ float dot(const Element* a, const Element* b, int length, int lane) {
+__device__ __forceinline__ SumOf<Element> dot(const Element* a, const Element* b, int length, int lane) {
   using V = Vector<Element, 8>;
-  float sum = 0;
+  using Sum = SumOf<Element>;
+  Sum sum = 0;
   if (length % V::kCount == 0) {  // rows start at multiples of their length
     for (int i = lane; i < length / V::kCount; i += 32) {
       sum = reinterpret_cast<const V*>(a)[i].dot(reinterpret_cast<const V*>(b)[i], sum);
     }
   } else {
     for (int i = lane; i < length; i += 32) {
-      sum = fmaf(static_cast<float>(a[i]), static_cast<float>(b[i]), sum);
+      sum = fma(static_cast<Sum>(a[i]), static_cast<Sum>(b[i]), sum);
     }
   }
   return sum_lanes<32>(sum);
@@ -70,6 +72,7 @@ __device__ __forceinline__ float dot(const Element* a, const Element* b, int len
 template <class Element>
 __global__ void __launch_bounds__(256)
     row_tangents_kernel(const __grid_constant__ BackwardTangentParams params) {
+  using Sum = SumOf<Element>;
   const int lane = threadIdx.x % 32;
   const int64_t length = stats_length(params.seqlen_q);
   const int64_t rows = params.num_directions * params.batch * params.num_heads * length;
@@ -78,41 +81,42 @@ __global__ void __launch_bounds__(256)
   const int64_t head = row % params.num_heads, position = row / params.num_heads % length;
   const int64_t element = row / params.num_heads / length;  // in [D, B]
   const int64_t batch = element % params.batch;
-  float tlse = 0, tdelta = 0;
+  Sum tlse = 0, tdelta = 0;
   if (position < Mask(params, static_cast<int>(batch)).q_length) {
     const int64_t primal_row = (batch * params.seqlen_q + position) * params.num_heads + head;
     const int64_t tangent_row = (element * params.seqlen_q + position) * params.num_heads + head;
-    const float lse = static_cast<const float*>(params.lse)[primal_row];
+    const Sum lse = static_cast<const Sum*>(params.lse)[primal_row];
     if (lse != -INFINITY) {
       const int width = static_cast<int>(params.head_dim_v);
       const auto at = [&](const void* tensor, int64_t index) {
         return static_cast<const Element*>(tensor) + index * width;
       };
-      tlse = static_cast<const float*>(params.tlse)[tangent_row];
+      tlse = static_cast<const Sum*>(params.tlse)[tangent_row];
       tdelta = dot(at(params.dout, primal_row), at(params.tout, tangent_row), width, lane);
       if (params.tdout) tdelta += dot(at(params.tdout, tangent_row), at(params.out, primal_row), width, lane);
-      if (params.tdlse && lse != INFINITY) tdelta -= static_cast<const float*>(params.tdlse)[tangent_row];
+      if (params.tdlse && lse != INFINITY) tdelta -= static_cast<const Sum*>(params.tdlse)[tangent_row];
     }
   }
   if (lane == 0) {
-    float* to = params.row_tangents + (element * params.num_heads + head) * length + position;
+    Sum* to = statistics<Sum>(params.row_tangents) + (element * params.num_heads + head) * length + position;
     to[0] = tlse;
     to[rows] = tdelta;
   }
 }
 
 // The statistics of rows row.. of a warp.
-template <int kMTiles>
-__device__ __forceinline__ void load_row_tangents(RowTangents<kMTiles>& rows,
+template <class Sum, int kMTiles>
+__device__ __forceinline__ void load_row_tangents(RowTangents<Sum, kMTiles>& rows,
                                                   const BackwardTangentParams& params, int direction,
                                                   int batch, int head, int row) {
   const int64_t length = stats_length(params.seqlen_q), heads = params.batch * params.num_heads;
   const int64_t primal = (batch * params.num_heads + head) * length + row;
   const int64_t tangent = direction * heads * length + primal;
-  load_row_stats(rows.lse_log2, params.lse_log2 + primal);
-  load_row_stats(rows.delta, params.delta + primal);
-  load_row_stats(rows.tlse, params.row_tangents + tangent);
-  load_row_stats(rows.tdelta, params.row_tangents + params.num_directions * heads * length + tangent);
+  const Sum* row_tangents = statistics<Sum>(params.row_tangents);
+  load_row_stats(rows.lse_log2, statistics<Sum>(params.lse_log2) + primal);
+  load_row_stats(rows.delta, statistics<Sum>(params.delta) + primal);
+  load_row_stats(rows.tlse, row_tangents + tangent);
+  load_row_stats(rows.tdelta, row_tangents + params.num_directions * heads * length + tangent);
 }
 
 // Calls f for each tile. A loop over their addresses would put them into local memory.
@@ -124,14 +128,16 @@ __device__ __forceinline__ void for_each_tile(F f, Tiles&... tiles) {
 // Turns a warp's products, the scores in p, dp in ds, ts in tds and tdp in tp, into p, ds, tds and tp, with 0
 // for hidden pairs. p and tp lack the pairs that dropout removed, as they multiply values. `is_whole`: do
 // mask and segments leave all pairs visible?
-template <class Config, int kMTiles, int kNTiles>
-__device__ __forceinline__ void score_tangents(
-    float (&p)[kMTiles][kNTiles][4], float (&ds)[kMTiles][kNTiles][4], float (&tds)[kMTiles][kNTiles][4],
-    float (&tp)[kMTiles][kNTiles][4], const BackwardTangentArguments& arguments, const Pairs<false>& pairs,
-    const Mask& mask, const RowTangents<kMTiles>& rows, int direction, int batch, int head, int row0,
-    int column0, bool is_whole) {
+template <class Config, class Sum, int kMTiles, int kNTiles>
+__device__ __forceinline__ void score_tangents(Sum (&p)[kMTiles][kNTiles][4], Sum (&ds)[kMTiles][kNTiles][4],
+                                               Sum (&tds)[kMTiles][kNTiles][4],
+                                               Sum (&tp)[kMTiles][kNTiles][4],
+                                               const BackwardTangentArguments<Sum>& arguments,
+                                               const QueryPairs<Sum>& pairs, const Mask& mask,
+                                               const RowTangents<Sum, kMTiles>& rows, int direction,
+                                               int batch, int head, int row0, int column0, bool is_whole) {
   constexpr bool kMayHaveMask = Config::kPolicy.may_have_mask(), kMayHaveOthers = Config::kPolicy.others;
-  const LogitScale& logit = arguments.logit;
+  const LogitScaleOf<Sum>& logit = arguments.logit;
   for_each_accumulator(tds, [&](int mt, int h, int nt, int c) { tds[mt][nt][2 * h + c] *= logit.scale; });
   if constexpr (kMayHaveOthers) {
     add_operand_tangents(tds, p, arguments.params, arguments.params, pairs, direction, batch, head,
@@ -198,17 +204,16 @@ struct FourTiles {
 
 // p = q k^T, ds = dout v^T, tds = tq k^T + q tk^T, tp = dout tv^T + tdout v^T, for rows row.. and keys
 // column.. of the tiles.
-template <class Config, class RowTiles, class KeyTiles, int kMTiles, int kNTiles>
-__device__ __forceinline__ void multiply_tiles(float (&p)[kMTiles][kNTiles][4],
-                                               float (&ds)[kMTiles][kNTiles][4],
-                                               float (&tds)[kMTiles][kNTiles][4],
-                                               float (&tp)[kMTiles][kNTiles][4],
+template <class Config, class RowTiles, class KeyTiles, class Sum, int kMTiles, int kNTiles>
+__device__ __forceinline__ void multiply_tiles(Sum (&p)[kMTiles][kNTiles][4], Sum (&ds)[kMTiles][kNTiles][4],
+                                               Sum (&tds)[kMTiles][kNTiles][4],
+                                               Sum (&tp)[kMTiles][kNTiles][4],
                                                const BackwardTangentParams& params, const RowTiles& rows,
                                                int row, const KeyTiles& keys, int column) {
   using Arithmetic = typename Config::Arithmetic;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
-  auto add_product = [&](float (&scores)[kMTiles][kNTiles][4], QTile a, KvTile b) {
+  auto add_product = [&](Sum(&scores)[kMTiles][kNTiles][4], QTile a, KvTile b) {
     multiply_add<Arithmetic, Config::kHeadDim / kStepK<Arithmetic>>(
         scores, KMajorA<Arithmetic, QTile, kMTiles>(a, row), KMajorB<Arithmetic, KvTile>(b, column));
   };
@@ -241,10 +246,11 @@ struct BackwardTangentConfig {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
-    backward_tangent_kernel(const __grid_constant__ BackwardTangentArguments arguments) {
+__global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm) backward_tangent_kernel(
+    const __grid_constant__ BackwardTangentArguments<typename Config::Arithmetic::Sum> arguments) {
   using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
+  using Sum = typename Arithmetic::Sum;
   using QTile = typename Config::QTile;
   using ScoreTile = typename Config::ScoreTile;
   using RowTiles = FourTiles<QTile, Config::kThreads>;
@@ -300,20 +306,20 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     keys.round();
   }
 
-  float tdk[kDkvRows / 16][kDkvColumns / 8][4], tdv[kDkvRows / 16][kDkvColumns / 8][4];
+  Sum tdk[kDkvRows / 16][kDkvColumns / 8][4], tdv[kDkvRows / 16][kDkvColumns / 8][4];
   clear(tdk);
   clear(tdv);
 #pragma unroll 1
   for (; walk.blocks > 0; walk.advance()) {
     const int head = walk.head, row0 = walk.m_start + score_row, column0 = n_start + score_column;
-    const Pairs<false> pairs{params, arguments.pairs, batch, head};
-    RowTangents<kMTiles> stats;
+    const QueryPairs<Sum> pairs{params, arguments.pairs, batch, head};
+    RowTangents<Sum, kMTiles> stats;
     load_row_tangents(stats, params, direction, batch, head, row0);
     __syncthreads();  // all threads have finished with the rows before
     rows.load(arguments.q, arguments.dout, arguments.tq, arguments.tdout, q_row0, tq_row0, head, walk.m_start,
               mask.q_length);
     __syncthreads();
-    float p[kMTiles][kNTiles][4], ds[kMTiles][kNTiles][4], tds[kMTiles][kNTiles][4], tp[kMTiles][kNTiles][4];
+    Sum p[kMTiles][kNTiles][4], ds[kMTiles][kNTiles][4], tds[kMTiles][kNTiles][4], tp[kMTiles][kNTiles][4];
     multiply_tiles<Config>(p, ds, tds, tp, params, rows, score_row, keys, score_column);
 
     // ---- p, ds and their derivatives, as operands ----
@@ -345,7 +351,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       const int row = n_start + dkv_row + mn_major_accumulator_row<Arithmetic>(mt, h);
       if (row >= seqlen_kv) continue;
       const int64_t offset = (tkv_row0 + row) * num_kv_heads + kv_head;
-      auto write = [&](void* to, int columns, float factor, const auto& acc) {
+      auto write = [&](void* to, int columns, Sum factor, const auto& acc) {
         Element* gRow = static_cast<Element*>(to) + offset * columns;
         for_each_run<Arithmetic>(acc, mt, h, [&](int column, const auto& values) {
           store_run<Arithmetic>(gRow, dkv_column + column, columns, row < mask.kv_length, factor, values);
@@ -375,10 +381,11 @@ struct BackwardTangentDqConfig {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
-    backward_tangent_dq_kernel(const __grid_constant__ BackwardTangentArguments arguments) {
+__global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm) backward_tangent_dq_kernel(
+    const __grid_constant__ BackwardTangentArguments<typename Config::Arithmetic::Sum> arguments) {
   using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
+  using Sum = typename Arithmetic::Sum;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
   using RowTiles = FourTiles<QTile, Config::kThreads>;
@@ -405,7 +412,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int n_begin = m_last < m_start ? 0 : mask.first_key(m_start) / kBlockN;
   const int n_end = m_last < m_start ? 0 : (mask.last_key(m_last) + kBlockN) / kBlockN;
   const typename Config::Keys keys(params, batch, head, m_start, n_begin, n_end);
-  const Pairs<false> pairs{params, arguments.pairs, batch, head};
+  const QueryPairs<Sum> pairs{params, arguments.pairs, batch, head};
 
   extern __shared__ __align__(128) uint8_t shared[];
   const RowTiles rows(ptx::shared_address(shared));      // [4, kBlockM, kHeadDim]: q, dout, tq, tdout
@@ -420,9 +427,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   }
 
   const int warp_row = threadIdx.x / 32 * kWarpRows, warp_m = m_start + warp_row;
-  RowTangents<kMTiles> stats;
+  RowTangents<Sum, kMTiles> stats;
   load_row_tangents(stats, params, direction, batch, head, warp_m);
-  float tdq[kMTiles][kHeadDim / 8][4];  // [kWarpRows, kHeadDim]
+  Sum tdq[kMTiles][kHeadDim / 8][4];  // [kWarpRows, kHeadDim]
   clear(tdq);
 
 #pragma unroll 1
@@ -434,7 +441,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     __syncthreads();
     if (mask.hides(warp_m, kWarpRows, n_start, kBlockN)) continue;
 
-    using Scores = float[kMTiles][kNTiles][4];
+    using Scores = Sum[kMTiles][kNTiles][4];
     Scores p, ds, tds, tp;
     multiply_tiles<Config>(p, ds, tds, tp, params, rows, warp_row, tiles, 0);
     score_tangents<Config>(p, ds, tds, tp, arguments, pairs, mask, stats, direction, batch, head, warp_m,
@@ -475,10 +482,11 @@ Status launch_backward_tangent(const BackwardTangentParams& params, const Launch
   if (KeysConfig::kSharedBytes > context.shared_memory_per_block) return Status::not_served();
   if (params.num_directions == 0) return {};
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
-  const BackwardTangentArguments arguments{
+  using Sum = typename Arithmetic::Sum;
+  const BackwardTangentArguments<Sum> arguments{
       params,
-      LogitScale(params),
-      PairOptions(params),
+      LogitScaleOf<Sum>(params),
+      PairOptionsOf<Sum>(params),
       head_rows<Element>(params.q, N, H),
       head_rows<Element>(params.k, K, H),
       head_rows<Element>(params.v, K, Hv),
@@ -487,7 +495,7 @@ Status launch_backward_tangent(const BackwardTangentParams& params, const Launch
       head_rows<Element>(params.tk, K, H),
       head_rows<Element>(params.tv, K, Hv),
       head_rows<Element>(params.tdout, N, Hv),
-      params.options.logits_soft_cap > 0 ? static_cast<float>(-2 / params.options.logits_soft_cap) : 0};
+      params.options.logits_soft_cap > 0 ? static_cast<Sum>(-2 / params.options.logits_soft_cap) : 0};
   const int64_t elements = params.num_directions * params.batch;
   Status status = launch_delta<Element>(params, nullptr, 0, context);
   if (!status.failed()) {

@@ -27,10 +27,11 @@ using forward_params = ForwardParams;
 
 namespace jax_flash::cuda::sm80 {
 
+template <class Sum>
 struct ForwardArguments {
   ForwardParams params;
-  LogitScale logit;
-  PairOptions pairs;
+  LogitScaleOf<Sum> logit;
+  PairOptionsOf<Sum> pairs;
   HeadRows q, k, v;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv]; k and v may be pages
 };
 
@@ -56,9 +57,10 @@ struct ForwardConfig {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
-    forward_kernel(const __grid_constant__ ForwardArguments arguments) {
+    forward_kernel(const __grid_constant__ ForwardArguments<typename Config::Arithmetic::Sum> arguments) {
   using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
+  using Sum = typename Arithmetic::Sum;
   using Products = std::conditional_t<std::is_same_v<Arithmetic, tf32x3>, tf32x3_infinity, Arithmetic>;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
@@ -84,7 +86,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int n_begin = m_last < m_start ? 0 : mask.first_key(m_start) / kBlockN;
   const int n_end = m_last < m_start ? 0 : (mask.last_key(m_last) + kBlockN) / kBlockN;
   const typename Config::Keys keys(params, batch, head, m_start, n_begin, n_end);
-  const Pairs<false> pairs{params, arguments.pairs, batch, head};
+  const QueryPairs<Sum> pairs{params, arguments.pairs, batch, head};
 
   extern __shared__ __align__(128) uint8_t shared[];
   const QTile sQ{ptx::shared_address(shared)};  // [kBlockM, kHeadDim]
@@ -144,9 +146,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int warp_row = threadIdx.x / 32 * kWarpRows;
   const int warp_m = m_start + warp_row;
   const KMajorA<Products, QTile, kMTiles> q(sQ, warp_row);
-  float out[kMTiles][kOutTiles][4];  // [kWarpRows, kHeadDim]
+  Sum out[kMTiles][kOutTiles][4];  // [kWarpRows, kHeadDim]
   clear(out);
-  OnlineSoftmax<kMTiles> softmax;
+  OnlineSoftmax<kMTiles, /*kHeadroom=*/0, Sum> softmax;
 
 #pragma unroll 1
   for (int item = 0; item < num_items; item += 2) {
@@ -158,7 +160,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     wait_item();
     load_item(item + kStages - 1, v_loader);
     if (!hidden) {
-      float scores[kMTiles][kNTiles][4];  // [kWarpRows, kBlockN]
+      Sum scores[kMTiles][kNTiles][4];  // [kWarpRows, kBlockN]
       clear(scores);
       multiply_add<Products, kHeadDim / kStepK<Products>>(scores, q,
                                                           KMajorB<Products, KvTile>(sKv(item % kStages), 0));
@@ -202,14 +204,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int64_t q_row0 = int64_t{batch} * seqlen_q * num_heads + head;
   const int head_dim_v = arguments.v.head_dim;
   Element* gOut = static_cast<Element*>(params.out) + q_row0 * head_dim_v;
-  float* gLse = static_cast<float*>(params.lse) + q_row0;
-  const float sink = sink_log2(params, batch, head);
-  const float kept_factor = kMayHaveOthers ? arguments.pairs.kept_factor : 1;
+  Sum* gLse = static_cast<Sum*>(params.lse) + q_row0;
+  const Sum sink = sink_log2<Sum>(params, batch, head);
+  const Sum kept_factor = kMayHaveOthers ? arguments.pairs.kept_factor : 1;
 #pragma unroll
   for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const RowEnd end = softmax.finish(mt, h, sink);
+      const RowEnd<Sum> end = softmax.finish(mt, h, sink);
       const int row = warp_m + accumulator_row(mt, h);
       if (row >= seqlen_q) continue;
       // Zeros for a fully masked row: other rows of its tile may have left 0 * NaN in it.
@@ -226,12 +228,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 template <class Config>
 Status launch_forward(const ForwardParams& params, const LaunchContext& context) {
   using Element = typename Config::Element;
-  const ForwardArguments arguments{params,
-                                   LogitScale(params),
-                                   PairOptions(params),
-                                   head_rows<Element>(params.q, params.num_heads, params.head_dim),
-                                   head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
-                                   head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v)};
+  using Sum = typename Config::Arithmetic::Sum;
+  const ForwardArguments<Sum> arguments{params,
+                                        LogitScaleOf<Sum>(params),
+                                        PairOptionsOf<Sum>(params),
+                                        head_rows<Element>(params.q, params.num_heads, params.head_dim),
+                                        head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
+                                        head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v)};
   if (const Status status = launch_lists(params, Config::Keys::shape(), context); status.failed()) {
     return status;
   }

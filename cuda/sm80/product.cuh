@@ -2,13 +2,15 @@
 //
 // An operand is "k-major" if the summed index runs along the rows of its tile in memory, else "mn-major". The
 // combinations and the element types differ only in how the lanes get a fragment, 32 bytes of the summed
-// index (16 elements of 16 bits, 8 of 32 bits). Throughout, g = lane / 4 and t = lane % 4.
+// index (16 elements of 16 bits, 8 of 32 bits; of float64 8, too, in 64 bytes). Throughout, g = lane / 4 and
+// t = lane % 4.
 //
-// There is no transposing load for float32. So mn-major float32 operands are read as they lie, 16 bytes per
-// lane, which changes the order of rows and columns:
+// There is no transposing load for float32 and float64. So their mn-major operands are read as they lie, 16
+// bytes per lane, which changes the order of rows and columns:
 //   - the summed index k = 2t, 2t + 1 takes the place of the instruction's t, t + 4, in both operands;
-//   - four neighbouring 8-column tiles are interleaved: column 8 nt + x of the instruction is column
-//     32 (nt / 4) + 4 x + nt % 4 of the array. for_each_run and mn_major_accumulator_row undo this.
+//   - W = 4 (of float64 2) neighbouring 8-column tiles are interleaved: column 8 nt + x of the instruction is
+//     column 8 W (nt / W) + W x + nt % W of the array. for_each_run and mn_major_accumulator_row undo this.
+// k-major float64 operands are read in the same way: a lane's 16 bytes are k = 2t, 2t + 1.
 #pragma once
 
 #include <cmath>
@@ -35,6 +37,11 @@ inline constexpr int kStepK = kIs16Bit<Arithmetic> ? 16 : 8;
 template <class Arithmetic, int kRegisters>
 struct Fragment {
   uint32_t value[kRegisters];
+};
+
+template <int kRegisters>
+struct Fragment<float64, kRegisters> {
+  double value[kRegisters];
 };
 
 template <int kRegisters>
@@ -81,6 +88,10 @@ __device__ __forceinline__ void mma(float (&d)[4], const Fragment<float16, 4>& a
 __device__ __forceinline__ void mma(float (&d)[4], const Fragment<tf32, 4>& a, const Fragment<tf32, 2>& b) {
   ptx::mma_tf32(d, a.value, b.value);
 }
+__device__ __forceinline__ void mma(double (&d)[4], const Fragment<float64, 4>& a,
+                                    const Fragment<float64, 2>& b) {
+  ptx::mma_f64(d, a.value, b.value);
+}
 // Small terms first, for they would lose bits in a large sum. low * low is below float32's precision.
 __device__ __forceinline__ void mma(float (&d)[4], const Fragment<tf32x3, 4>& a,
                                     const Fragment<tf32x3, 2>& b) {
@@ -105,15 +116,27 @@ struct KMajorA {
   uint32_t lane_base;
 
   __device__ __forceinline__ KMajorA(Tile tile, int row)
-      : lane_base(Tile::moved(tile.lane_base(lane_id() % 16, lane_id() / 16), row, 0)) {}
+      : lane_base(Tile::moved(kIs64Bit<Arithmetic> ? tile.lane_base(lane_id() / 4, lane_id() % 4)
+                                                   : tile.lane_base(lane_id() % 16, lane_id() / 16),
+                              row, 0)) {}
 
   __device__ __forceinline__ void load(Fragment<Arithmetic, 4> (&a)[kMTiles], int step) const {
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
-      uint32_t r[4];
-      ptx::load_matrix_x4(r, Tile::moved(lane_base, 16 * mt, 2 * step));
+      if constexpr (kIs64Bit<Arithmetic>) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) set<Tile::kRounded>(a[mt], i, r[i]);
+        for (int h = 0; h < 2; ++h) {
+          double two[2];
+          ptx::load_shared_x2(two, Tile::moved(lane_base, 16 * mt + 8 * h, 4 * step));
+          a[mt].value[h] = two[0];
+          a[mt].value[h + 2] = two[1];
+        }
+      } else {
+        uint32_t r[4];
+        ptx::load_matrix_x4(r, Tile::moved(lane_base, 16 * mt, 2 * step));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) set<Tile::kRounded>(a[mt], i, r[i]);
+      }
     }
   }
 };
@@ -122,16 +145,18 @@ struct KMajorA {
 template <class Arithmetic, class Tile, int kMTiles>
 struct MnMajorA {
   uint32_t lane_base;
-  uint32_t lane_base_odd;  // float32: row k = 2t + 1
+  uint32_t lane_base_odd;  // float32 and float64: row k = 2t + 1
 
   __device__ __forceinline__ MnMajorA(Tile tile, int row) {
     const int lane = lane_id();
     if constexpr (kIs16Bit<Arithmetic>) {
       lane_base = Tile::moved(tile.lane_base(lane % 8 + lane / 16 * 8, lane / 8 % 2), 0, row / 8);
     } else {
-      static_assert(kMTiles == 2, "four interleaved groups of 8 rows are read at once");
-      lane_base = Tile::moved(tile.lane_base(2 * (lane % 4), lane / 4), 0, row / 4);
-      lane_base_odd = Tile::moved(tile.lane_base(2 * (lane % 4) + 1, lane / 4), 0, row / 4);
+      static_assert(kMTiles == 2 || kIs64Bit<Arithmetic>,
+                    "four interleaved groups of 8 rows are read at once");
+      constexpr int kChunkRows = 16 / sizeof(typename Arithmetic::Element);
+      lane_base = Tile::moved(tile.lane_base(2 * (lane % 4), lane / 4), 0, row / kChunkRows);
+      lane_base_odd = Tile::moved(tile.lane_base(2 * (lane % 4) + 1, lane / 4), 0, row / kChunkRows);
     }
   }
 
@@ -140,6 +165,14 @@ struct MnMajorA {
 #pragma unroll
       for (int mt = 0; mt < kMTiles; ++mt) {
         ptx::load_matrix_x4_transposed(a[mt].value, Tile::moved(lane_base, 16 * step, 2 * mt));
+      }
+    } else if constexpr (kIs64Bit<Arithmetic>) {
+#pragma unroll
+      for (int mt = 0; mt < kMTiles; ++mt) {
+        double even[2], odd[2];
+        ptx::load_shared_x2(even, Tile::moved(lane_base, 8 * step, 8 * mt));
+        ptx::load_shared_x2(odd, Tile::moved(lane_base_odd, 8 * step, 8 * mt));
+        a[mt] = {{even[0], even[1], odd[0], odd[1]}};
       }
     } else {
       uint32_t even[4], odd[4];
@@ -161,9 +194,10 @@ struct MnMajorA {
 template <class Arithmetic, int kMTiles, int kNTiles>
 struct RegisterA {
   static constexpr int kSteps = 8 * kNTiles / kStepK<Arithmetic>;
-  uint32_t value[kSteps][kMTiles][4];
+  using Sum = typename Arithmetic::Sum;
+  std::conditional_t<kIs64Bit<Arithmetic>, double, uint32_t> value[kSteps][kMTiles][4];
 
-  __device__ __forceinline__ void set(const float (&accumulators)[kMTiles][kNTiles][4]) {
+  __device__ __forceinline__ void set(const Sum (&accumulators)[kMTiles][kNTiles][4]) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
@@ -173,6 +207,8 @@ struct RegisterA {
           if constexpr (kIs16Bit<Arithmetic>) {
             const float* pair = &accumulators[mt][2 * step + i / 2][2 * (i % 2)];
             value[step][mt][i] = pack<Arithmetic>(pair[0], pair[1]);
+          } else if constexpr (kIs64Bit<Arithmetic>) {
+            value[step][mt][i] = accumulators[mt][step][i / 2 + 2 * (i % 2)];
           } else {
             value[step][mt][i] = __float_as_uint(accumulators[mt][step][i / 2 + 2 * (i % 2)]);
           }
@@ -185,7 +221,13 @@ struct RegisterA {
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sm80::set<false>(a[mt], i, value[step][mt][i]);
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (kIs64Bit<Arithmetic>) {
+          a[mt].value[i] = value[step][mt][i];
+        } else {
+          sm80::set<false>(a[mt], i, value[step][mt][i]);
+        }
+      }
     }
   }
 };
@@ -200,31 +242,41 @@ struct KMajorB {
 
   __device__ __forceinline__ KMajorB(Tile tile, int column) {
     const int lane = lane_id();
-    lane_base = Tile::moved(tile.lane_base(lane % 8 + lane / 16 * 8, lane / 8 % 2), column, 0);
+    lane_base = Tile::moved(kIs64Bit<Arithmetic> ? tile.lane_base(lane / 4, lane % 4)
+                                                 : tile.lane_base(lane % 8 + lane / 16 * 8, lane / 8 % 2),
+                            column, 0);
   }
 
   __device__ __forceinline__ void load(Fragment<Arithmetic, 2> (&b)[kTiles], int step, int group) const {
-    uint32_t r[4];
-    ptx::load_matrix_x4(r, Tile::moved(lane_base, 16 * group, 2 * step));
+    if constexpr (kIs64Bit<Arithmetic>) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) set<Tile::kRounded>(b[i / 2], i % 2, r[i]);
+      for (int i = 0; i < kTiles; ++i) {
+        ptx::load_shared_x2(b[i].value, Tile::moved(lane_base, 16 * group + 8 * i, 4 * step));
+      }
+    } else {
+      uint32_t r[4];
+      ptx::load_matrix_x4(r, Tile::moved(lane_base, 16 * group, 2 * step));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) set<Tile::kRounded>(b[i / 2], i % 2, r[i]);
+    }
   }
 };
 
 // b[k][column] = tile[k][column].
 template <class Arithmetic, class Tile>
 struct MnMajorB {
-  static constexpr int kTiles = kIs16Bit<Arithmetic> ? 2 : 4;
+  static constexpr int kTiles = kIs16Bit<Arithmetic> || kIs64Bit<Arithmetic> ? 2 : 4;
   uint32_t lane_base;
-  uint32_t lane_base_odd;  // float32: row k = 2t + 1
+  uint32_t lane_base_odd;  // float32 and float64: row k = 2t + 1
 
   __device__ __forceinline__ MnMajorB(Tile tile, int column) {
     const int lane = lane_id();
     if constexpr (kIs16Bit<Arithmetic>) {
       lane_base = Tile::moved(tile.lane_base(lane % 16, lane / 16), 0, column / 8);
     } else {
-      lane_base = Tile::moved(tile.lane_base(2 * (lane % 4), lane / 4), 0, column / 4);
-      lane_base_odd = Tile::moved(tile.lane_base(2 * (lane % 4) + 1, lane / 4), 0, column / 4);
+      constexpr int kChunkColumns = 16 / sizeof(typename Arithmetic::Element);
+      lane_base = Tile::moved(tile.lane_base(2 * (lane % 4), lane / 4), 0, column / kChunkColumns);
+      lane_base_odd = Tile::moved(tile.lane_base(2 * (lane % 4) + 1, lane / 4), 0, column / kChunkColumns);
     }
   }
 
@@ -234,6 +286,12 @@ struct MnMajorB {
       ptx::load_matrix_x4_transposed(r, Tile::moved(lane_base, 16 * step, 2 * group));
 #pragma unroll
       for (int i = 0; i < 4; ++i) b[i / 2].value[i % 2] = r[i];
+    } else if constexpr (kIs64Bit<Arithmetic>) {
+      double even[2], odd[2];
+      ptx::load_shared_x2(even, Tile::moved(lane_base, 8 * step, 8 * group));
+      ptx::load_shared_x2(odd, Tile::moved(lane_base_odd, 8 * step, 8 * group));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) b[i] = {{even[i], odd[i]}};
     } else {
       uint32_t even[4], odd[4];
       ptx::load_shared_x4(even, Tile::moved(lane_base, 8 * step, 8 * group));
@@ -255,7 +313,8 @@ struct MnMajorB {
 // adds up to a part in 1,000 over 131,072 rows. So tf32x3, which is meant to be as exact as float32, adds
 // outside of them.
 template <class Arithmetic, int kSteps, bool kLongSum = false, int kMTiles, int kNTiles, class A, class B>
-__device__ __forceinline__ void multiply_add(float (&acc)[kMTiles][kNTiles][4], const A& a, const B& b) {
+__device__ __forceinline__ void multiply_add(typename Arithmetic::Sum (&acc)[kMTiles][kNTiles][4], const A& a,
+                                             const B& b) {
   static_assert(kNTiles % B::kTiles == 0);
   constexpr bool kAddOutside =
       kLongSum && (std::is_same_v<Arithmetic, tf32x3> || std::is_same_v<Arithmetic, tf32x3_infinity>);
@@ -271,7 +330,7 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kMTiles][kNTiles][4], 
       for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
         for (int i = 0; i < B::kTiles; ++i) {
-          float (&sum)[4] = acc[mt][group * B::kTiles + i];
+          auto& sum = acc[mt][group * B::kTiles + i];
           if constexpr (kAddOutside) {
             float term[4] = {};
             mma(term, a_fragment[mt], b_fragment[i]);
@@ -289,11 +348,13 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kMTiles][kNTiles][4], 
 // ---- Rows and columns of accumulators ----
 
 // The row of an accumulator of a product whose a is an MnMajorA; for other operands it is accumulator_row. In
-// float32 rows are columns of store_accumulators' tile, interleaved by four.
+// float32 rows are columns of store_accumulators' tile, interleaved by four; in float64 they are by two.
 template <class Arithmetic>
 __device__ __forceinline__ int mn_major_accumulator_row(int mt, int h) {
   if constexpr (kIs16Bit<Arithmetic>) {
     return accumulator_row(mt, h);
+  } else if constexpr (kIs64Bit<Arithmetic>) {
+    return 16 * mt + lane_id() / 4 * 2 + h;
   } else {
     const int g = lane_id() / 4;
     return 8 * (g / 2) + 2 * (2 * mt + h) + g % 2;
@@ -306,26 +367,43 @@ __device__ __forceinline__ int mn_major_accumulator_row(int mt, int h) {
 // float32 columns 2t, 2t + 1 go to t, t + 4: a k-major fragment then has the summed index in the order of
 // MnMajorB.
 template <class Arithmetic, class Tile, int kMTiles, int kNTiles>
-__device__ __forceinline__ void store_accumulators(Tile tile, int row, int column,
-                                                   const float (&acc)[kMTiles][kNTiles][4]) {
+__device__ __forceinline__ void store_accumulators(
+    Tile tile, int row, int column, const typename Arithmetic::Sum (&acc)[kMTiles][kNTiles][4]) {
   constexpr int kChunkElements = 16 / sizeof(typename Arithmetic::Element);
-  const uint32_t lane_base =
-      Tile::moved(tile.lane_base(lane_id() / 4, 0), row, column / kChunkElements) + 4 * (lane_id() % 4);
+  if constexpr (kIs64Bit<Arithmetic>) {
+    const uint32_t lane_base =
+        Tile::moved(tile.lane_base(lane_id() / 4, lane_id() % 4), row, column / kChunkElements);
 #pragma unroll
-  for (int mt = 0; mt < kMTiles; ++mt) {
+    for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
-    for (int nt = 0; nt < kNTiles; ++nt) {
+      for (int nt = 0; nt < kNTiles; ++nt) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float* pair = &acc[mt][nt][2 * h];
-        if constexpr (kIs16Bit<Arithmetic>) {
-          ptx::store_shared(Tile::moved(lane_base, 16 * mt + 8 * h, nt), pack<Arithmetic>(pair[0], pair[1]));
-        } else {
+        for (int h = 0; h < 2; ++h) {
+          const double pair[2] = {acc[mt][nt][2 * h], acc[mt][nt][2 * h + 1]};
+          ptx::store_shared_x2(Tile::moved(lane_base, 16 * mt + 8 * h, 4 * nt), pair);
+        }
+      }
+    }
+  } else {
+    const uint32_t lane_base =
+        Tile::moved(tile.lane_base(lane_id() / 4, 0), row, column / kChunkElements) + 4 * (lane_id() % 4);
 #pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const uint32_t x = __float_as_uint(pair[c]);
-            ptx::store_shared(Tile::moved(lane_base, 16 * mt + 8 * h, 2 * nt + c),
-                              std::is_same_v<Arithmetic, tf32> ? ptx::round_to_tf32(x) : x);
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int nt = 0; nt < kNTiles; ++nt) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float* pair = &acc[mt][nt][2 * h];
+          if constexpr (kIs16Bit<Arithmetic>) {
+            ptx::store_shared(Tile::moved(lane_base, 16 * mt + 8 * h, nt),
+                              pack<Arithmetic>(pair[0], pair[1]));
+          } else {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+              const uint32_t x = __float_as_uint(pair[c]);
+              ptx::store_shared(Tile::moved(lane_base, 16 * mt + 8 * h, 2 * nt + c),
+                                std::is_same_v<Arithmetic, tf32> ? ptx::round_to_tf32(x) : x);
+            }
           }
         }
       }

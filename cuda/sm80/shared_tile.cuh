@@ -2,7 +2,9 @@
 //
 // A row of kCols elements takes kRowBytes, 64 or a multiple of 128. Its 16-byte chunks are permuted within
 // each 128 bytes: chunk c of row r lies at chunk c ^ (r % 8), in rows of 64 bytes at c ^ (r / 2 % 4). So
-// ldmatrix, which reads one chunk of each of eight rows, finds them in different banks.
+// ldmatrix, which reads one chunk of each of eight rows, finds them in different banks. Eight lanes that load
+// float64 read four chunks of each of two neighbouring rows, or two of each of four rows, every second one:
+// there chunk c lies at c ^ (2 (r / 2 % 2) + 4 ((r + r / 4) % 2)).
 #pragma once
 
 #include <cstdint>
@@ -35,7 +37,10 @@ struct SharedTile {
 
   // From a row's first byte to its chunk `chunk`.
   __device__ __forceinline__ static uint32_t chunk_offset(int row, int chunk) {
-    const int place = (chunk ^ (kRowBytes < 128 ? row / 2 : row)) & (kPermuted - 1);
+    const int key = sizeof(Element) == 8 ? (row & 2) | (row ^ row >> 2) % 2 << 2
+                    : kRowBytes < 128    ? row / 2
+                                         : row;
+    const int place = (chunk ^ key) & (kPermuted - 1);
     return (chunk & ~(kPermuted - 1)) * 16 + place * 16;
   }
 
@@ -208,9 +213,9 @@ class TileLoader {
                                                         const Element* from, int count) {
 #pragma unroll 1
     for (int word = 0; word < 4; ++word) {
-      const int first = word * (kChunkElements / 4);
+      const int first = word * kChunkElements / 4;
       if (rows.copy_bytes == 4) {
-        ptx::copy_async<4>(to + 4 * word, from + first, first < count);
+        ptx::copy_async<4>(to + 4 * word, reinterpret_cast<const char*>(from) + 4 * word, first < count);
       } else {
         const uint16_t* halves = reinterpret_cast<const uint16_t*>(from + first);
         uint32_t value = first < count ? halves[0] : 0;

@@ -44,10 +44,11 @@ namespace jax_flash::cuda::sm80 {
 // What is loaded of a block of keys, in this order.
 enum TangentItem { kKeys, kTangentKeys, kValues, kTangentValues, kNumTangentItems };
 
+template <class Sum>
 struct TangentArguments {
   TangentParams params;
-  LogitScale logit;
-  PairOptions pairs;
+  LogitScaleOf<Sum> logit;
+  PairOptionsOf<Sum> pairs;
   HeadRows q, tq;                    // [B * T, N, H], [D * B * T, N, H]
   HeadRows items[kNumTangentItems];  // [B * S, K, H or Hv]; of tangents [D * B * S, K, H or Hv]
   int directions;                    // of a block of the grid
@@ -68,12 +69,13 @@ struct TangentConfig {
   using KvTile = SharedTile<Arithmetic, kBlockN, kHeadDim, /*kRounded=*/true>;
   static constexpr int kSharedBytes = 2 * QTile::kBytes + kStages * KvTile::kBytes;
   using Keys = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/true, kBlockM, kBlockN>;
-  static constexpr bool kSplitsOperand = kPolicy.others && !std::is_same_v<Arithmetic, tf32x3>;
+  static constexpr bool kSplitsOperand =
+      kPolicy.others && !std::is_same_v<Arithmetic, tf32x3> && !kIs64Bit<Arithmetic>;
 };
 
 // As the operand of a product.
 template <class Arithmetic>
-__device__ __forceinline__ float rounded(float x) {
+__device__ __forceinline__ typename Arithmetic::Sum rounded(typename Arithmetic::Sum x) {
   if constexpr (kIs16Bit<Arithmetic>) {
     return static_cast<float>(static_cast<typename Arithmetic::Element>(x));
   } else if constexpr (std::is_same_v<Arithmetic, tf32>) {
@@ -85,9 +87,10 @@ __device__ __forceinline__ float rounded(float x) {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
-    tangent_kernel(const __grid_constant__ TangentArguments arguments) {
+    tangent_kernel(const __grid_constant__ TangentArguments<typename Config::Arithmetic::Sum> arguments) {
   using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
+  using Sum = typename Arithmetic::Sum;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
   constexpr bool kMayHaveMask = Config::kPolicy.may_have_mask(), kMayHaveOthers = Config::kPolicy.others;
@@ -117,7 +120,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int n_begin = m_last < m_start ? 0 : mask.first_key(m_start) / kBlockN;
   const int n_end = m_last < m_start ? 0 : (mask.last_key(m_last) + kBlockN) / kBlockN;
   const typename Config::Keys keys(params, batch, head, m_start, n_begin, n_end);
-  const Pairs<false> pairs{params, arguments.pairs, batch, head};
+  const QueryPairs<Sum> pairs{params, arguments.pairs, batch, head};
 
   extern __shared__ __align__(128) uint8_t shared[];
   const QTile sQ{ptx::shared_address(shared)};  // [kBlockM, kHeadDim]
@@ -164,16 +167,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int warp_m = m_start + warp_row;
   const KMajorA<Arithmetic, QTile, kMTiles> q(sQ, warp_row), tq(sTq, warp_row);
   const int64_t row0 = int64_t{batch} * seqlen_q;
-  float lse_log2[kMTiles][2];
+  Sum lse_log2[kMTiles][2];
   for_each_accumulator_row(lse_log2, [&](int mt, int h) {
     const int row = min(warp_m + accumulator_row(mt, h), seqlen_q - 1);
-    const float lse = static_cast<const float*>(params.lse)[(row0 + row) * num_heads + head];
-    lse_log2[mt][h] = lse == -INFINITY ? INFINITY : lse * kLog2e;
+    const Sum lse = static_cast<const Sum*>(params.lse)[(row0 + row) * num_heads + head];
+    lse_log2[mt][h] = lse == -INFINITY ? INFINITY : lse * kLog2eOf<Sum>;
   });
   // exp2 of a soft cap's argument and q k^T are gone once p is there.
   const bool keeps_p =
-      keys.count == 1 && arguments.logit.transform != LogitScale::kSoftCap && !params.tscale_factor;
-  float p[kMTiles][kNTiles][4];  // [kWarpRows, kBlockN]
+      keys.count == 1 && arguments.logit.transform != LogitTransform::kSoftCap && !params.tscale_factor;
+  Sum p[kMTiles][kNTiles][4];  // [kWarpRows, kBlockN]
 
 #pragma unroll 1
   for (int direction = first_direction; direction < end_direction; ++direction) {
@@ -195,19 +198,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       if (direction == first_direction) QLoader::round(sQ);
       if (params.tq) QLoader::round(sTq);
     }
-    float tout[kMTiles][kHeadDim / 8][4];  // [kWarpRows, kHeadDim]
+    Sum tout[kMTiles][kHeadDim / 8][4];  // [kWarpRows, kHeadDim]
     clear(tout);
-    bool is_settled = false;                                   // is c known for all rows of the warp?
-    float center[kMTiles][2] = {};                             // c
-    float weight[kMTiles][2] = {};                             // rowsum(p)
-    float sum[kMTiles][2] = {}, rounded_sum[kMTiles][2] = {};  // rowsum(p (ts - c))
+    bool is_settled = false;                                 // is c known for all rows of the warp?
+    Sum center[kMTiles][2] = {};                             // c
+    Sum weight[kMTiles][2] = {};                             // rowsum(p)
+    Sum sum[kMTiles][2] = {}, rounded_sum[kMTiles][2] = {};  // rowsum(p (ts - c))
 
 #pragma unroll 1
     for (int block = 0; block < keys.count; ++block) {
       const int n_start = block_start(block);
       const bool hidden = mask.hides(warp_m, kWarpRows, n_start, kBlockN);
       const bool has_p = keeps_p && direction > first_direction;
-      float ts[kMTiles][kNTiles][4];  // [kWarpRows, kBlockN]
+      Sum ts[kMTiles][kNTiles][4];  // [kWarpRows, kBlockN]
       clear(ts);
 
       // ---- s = q k^T, ts = tq k^T + q tk^T ----
@@ -240,53 +243,55 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
           } else {
             transform_scores(p, arguments.logit);
           }
-          if (arguments.logit.transform == LogitScale::kSoftCap) {
+          if (arguments.logit.transform == LogitTransform::kSoftCap) {
             for_each_accumulator(ts, [&](int mt, int h, int nt, int c) {
               ts[mt][nt][2 * h + c] *= soft_cap_slope(p[mt][nt][2 * h + c]);
             });
           }
           for_each_accumulator(p, [&](int mt, int h, int nt, int c) {
-            float& x = p[mt][nt][2 * h + c];
-            x = ptx::exp2_approx(fmaf(x, arguments.logit.scale_log2, -lse_log2[mt][h]));
+            Sum& x = p[mt][nt][2 * h + c];
+            x = exp2_of(fma(x, arguments.logit.scale_log2, -lse_log2[mt][h]));
           });
         }
         const bool is_covered = mask.covers(warp_m, kWarpRows, n_start, kBlockN);
         const bool is_whole = !kMayHaveMask || keys.is_whole(keys.count - 1 - block);
         if (!is_whole) load_visible(bits, pairs, warp_m, n_start);
-        auto hide = [&](float (&x)[kMTiles][kNTiles][4]) {
+        auto hide = [&](Sum(&x)[kMTiles][kNTiles][4]) {
           if (!is_covered) fill_hidden(x, mask, warp_m, n_start, 0);
           if (!is_whole) fill_unset(x, bits, 0);
         };
         hide(p);
-        float block_weight[kMTiles][2] = {};
+        Sum block_weight[kMTiles][2] = {};
         for_each_accumulator(
             p, [&](int mt, int h, int nt, int c) { block_weight[mt][h] += p[mt][nt][2 * h + c]; });
         if (!is_settled) {
-          float block_sum[kMTiles][2] = {};
+          Sum block_sum[kMTiles][2] = {};
           for_each_accumulator(ts, [&](int mt, int h, int nt, int c) {
-            const float x = p[mt][nt][2 * h + c];
-            if (x > 0) block_sum[mt][h] = fmaf(x, ts[mt][nt][2 * h + c], block_sum[mt][h]);
+            const Sum x = p[mt][nt][2 * h + c];
+            if (x > 0) block_sum[mt][h] = fma(x, ts[mt][nt][2 * h + c], block_sum[mt][h]);
           });
           bool rows_settled = true;
           for_each_accumulator_row(center, [&](int mt, int h) {
             // What came before is not taken relative to c: below the error of the products.
-            constexpr float kNoWeight = std::is_same_v<Arithmetic, tf32x3> ? 0x1p-28f : 0x1p-16f;
-            constexpr float kGoodPart = 0x1p-4f;
-            const float before = row_sum(weight[mt][h]), here = row_sum(block_weight[mt][h]);
-            const float mean = row_sum(block_sum[mt][h]) / here;
-            if (before < kNoWeight && here >= kGoodPart && fabsf(mean) < INFINITY) center[mt][h] = mean;
+            constexpr Sum kNoWeight = kIs64Bit<Arithmetic>                 ? 0x1p-58
+                                      : std::is_same_v<Arithmetic, tf32x3> ? 0x1p-28
+                                                                           : 0x1p-16;
+            constexpr Sum kGoodPart = 0x1p-4;
+            const Sum before = row_sum(weight[mt][h]), here = row_sum(block_weight[mt][h]);
+            const Sum mean = row_sum(block_sum[mt][h]) / here;
+            if (before < kNoWeight && here >= kGoodPart && fabs(mean) < INFINITY) center[mt][h] = mean;
             rows_settled &= before + here >= kNoWeight || lse_log2[mt][h] == INFINITY;
           });
           is_settled = __all_sync(0xffffffff, rows_settled);
         }
         for_each_accumulator_row(weight, [&](int mt, int h) { weight[mt][h] += block_weight[mt][h]; });
         for_each_accumulator(ts, [&](int mt, int h, int nt, int c) {
-          float& x = ts[mt][nt][2 * h + c];
+          Sum& x = ts[mt][nt][2 * h + c];
           x = p[mt][nt][2 * h + c] * (x - center[mt][h]);
         });
         hide(ts);
         for_each_accumulator(ts, [&](int mt, int h, int nt, int c) {
-          float& x = ts[mt][nt][2 * h + c];
+          Sum& x = ts[mt][nt][2 * h + c];
           sum[mt][h] += x;
           if (!is_split) x = rounded<Arithmetic>(x);
           rounded_sum[mt][h] += x;
@@ -308,7 +313,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
           add_product();
           if (is_split) {
             for_each_accumulator(ts, [&](int mt, int h, int nt, int c) {
-              float& x = ts[mt][nt][2 * h + c];
+              Sum& x = ts[mt][nt][2 * h + c];
               x -= rounded<Arithmetic>(x);
             });
             add_product();
@@ -319,7 +324,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
         const KvTile sTv = next_tile();
         if (!hidden) {
           if (kMayHaveOthers && pairs.has_dropout()) {
-            float kept[kMTiles][kNTiles][4];  // p may be needed again
+            Sum kept[kMTiles][kNTiles][4];  // p may be needed again
             for_each_accumulator(
                 kept, [&](int mt, int h, int nt, int c) { kept[mt][nt][2 * h + c] = p[mt][nt][2 * h + c]; });
             fill_unset(kept, bits, 0);
@@ -335,11 +340,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 
     // ---- Write tout and tlse; zeros for fully masked rows ----
     const int head_dim_v = arguments.items[kValues].head_dim;
-    const float kept_factor = kMayHaveOthers ? arguments.pairs.kept_factor : 1;
+    const Sum kept_factor = kMayHaveOthers ? arguments.pairs.kept_factor : 1;
     for_each_accumulator_row(sum, [&](int mt, int h) {
-      const float c = center[mt][h], shares = row_sum(weight[mt][h]);  // sinks have the rest of 1
-      const float tlse = row_sum(sum[mt][h]) + c * shares;
-      const float out_factor = row_sum(rounded_sum[mt][h]) + c * (shares - 1);
+      const Sum c = center[mt][h], shares = row_sum(weight[mt][h]);  // sinks have the rest of 1
+      const Sum tlse = row_sum(sum[mt][h]) + c * shares;
+      const Sum out_factor = row_sum(rounded_sum[mt][h]) + c * (shares - 1);
       const int row = warp_m + accumulator_row(mt, h);
       if (row >= seqlen_q) return;
       const bool seeing = mask.first_key(row) <= mask.last_key(row) && lse_log2[mt][h] != INFINITY;
@@ -348,15 +353,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       const Element* gOut = static_cast<const Element*>(params.out) + out_row * head_dim_v;
       Element* gTout = static_cast<Element*>(params.tout) + tout_row * head_dim_v;
       for_each_run<Arithmetic>(tout, mt, h, [&](int column, const auto& values) {
-        float results[kRunColumns<Arithmetic>];
+        Sum results[kRunColumns<Arithmetic>];
 #pragma unroll
         for (int i = 0; i < kRunColumns<Arithmetic>; ++i) {
-          const float out = column + i < head_dim_v ? static_cast<float>(gOut[column + i]) : 0;
-          results[i] = fmaf(values[i], kept_factor, -out_factor * out);
+          const Sum out = column + i < head_dim_v ? static_cast<Sum>(gOut[column + i]) : 0;
+          results[i] = fma(values[i], kept_factor, -out_factor * out);
         }
         store_run<Arithmetic>(gTout, column, head_dim_v, seeing, 1, results);
       });
-      if (lane_id() % 4 == 0) static_cast<float*>(params.tlse)[tout_row] = seeing ? tlse : 0;
+      if (lane_id() % 4 == 0) static_cast<Sum*>(params.tlse)[tout_row] = seeing ? tlse : 0;
     });
   }
 }
@@ -377,10 +382,11 @@ Status launch_tangent(const TangentParams& params, const LaunchContext& context)
       params.seqlen_kv <= Config::kBlockN
           ? ceil_div(params.num_directions, std::min(wanted_parts, params.num_directions))
           : 1;
-  const TangentArguments arguments{
+  using Sum = typename Config::Arithmetic::Sum;
+  const TangentArguments<Sum> arguments{
       params,
-      LogitScale(params),
-      PairOptions(params),
+      LogitScaleOf<Sum>(params),
+      PairOptionsOf<Sum>(params),
       head_rows<Element>(params.q, N, H),
       head_rows<Element>(params.tq, N, H),
       {head_rows<Element>(params.k, K, H), head_rows<Element>(params.tk, K, H),

@@ -906,7 +906,7 @@ struct BackwardConsumer {
       // Only now: there are no registers for all slopes.
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        slope[i] = logit.transform == LogitScale::kSoftCap ? soft_cap_slope(tile[i]) : 1;
+        slope[i] = logit.transform == LogitTransform::kSoftCap ? soft_cap_slope(tile[i]) : 1;
       }
       read_stats(lse_log2, shared.sLse(stage), nt);
       make_log2_p(tile, lse_log2);

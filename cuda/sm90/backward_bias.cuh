@@ -317,7 +317,7 @@ struct BackwardBiasConsumer {
     for_each_accumulator(scores, [&](int, int h, int nt, int c) {
       float& x = scores[0][nt][2 * h + c];
       const float p = ptx::exp2_approx(fmaf(x, logit.scale_log2, -stats.lse_log2[h]));
-      x = kPolicy.others && logit.transform == LogitScale::kSoftCap ? p * soft_cap_slope(x) : p;
+      x = kPolicy.others && logit.transform == LogitTransform::kSoftCap ? p * soft_cap_slope(x) : p;
     });
     if (!is_whole) fill_hidden(scores, mask, row0, column0, 0);
     if (has_mask) fill_unset(scores, visible, 0);

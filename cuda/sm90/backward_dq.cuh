@@ -295,7 +295,7 @@ struct BackwardDqConsumer {
     for_each_accumulator(scores, [&](int, int h, int nt, int c) {
       float& x = scores[0][nt][2 * h + c];
       const float p = ptx::exp2_approx(fmaf(x, logit.scale_log2, -lse_log2[h]));
-      x = Config::kPolicy.others && logit.transform == LogitScale::kSoftCap ? p * soft_cap_slope(x) : p;
+      x = Config::kPolicy.others && logit.transform == LogitTransform::kSoftCap ? p * soft_cap_slope(x) : p;
     });
     if constexpr (Config::kPolicy.may_have_mask()) {
       if (!work.mask.covers(row0, 16, column0, kBlockN)) fill_hidden(scores, work.mask, row0, column0, 0);

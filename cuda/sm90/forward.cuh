@@ -110,6 +110,7 @@ struct ForwardConfig {
   // float32 comes as planes; out leaves the registers as float32.
   static constexpr bool kPlanes = !kIs16Bit<Arithmetic_>;
   using Arithmetic = std::conditional_t<kPlanes, float16, Arithmetic_>;  // of the products
+  static constexpr int kNumPlanes = std::is_same_v<Arithmetic_, tf32x3> ? 2 : 1;
   using Element = typename Arithmetic::Element;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr ForwardTile kTile = kTile_;
@@ -138,7 +139,8 @@ struct ForwardConfig {
   static constexpr int kRowColumns = chunk_columns(kHeadDim), kRowBytes = 2 * kRowColumns;
   static constexpr int kChunks = ceil_div(kHeadDim, kRowColumns);
   static constexpr int kQChunkBytes = kBlockM * kRowBytes, kKvChunkBytes = kBlockN * kRowBytes;
-  static constexpr int kQBytes = kChunks * kQChunkBytes, kKvBytes = kChunks * kKvChunkBytes;
+  static constexpr int kQPlaneBytes = kChunks * kQChunkBytes, kKvPlaneBytes = kChunks * kKvChunkBytes;
+  static constexpr int kQBytes = kNumPlanes * kQPlaneBytes, kKvBytes = kNumPlanes * kKvPlaneBytes;
   static constexpr int kK = kQStages * kQBytes, kV = kK + kStages * kKvBytes, kOut = kV + kStages * kKvBytes;
   // out leaves kOutColumns at a time, from its own buffer or from the place of q; if planes, by itself.
   static constexpr bool kOutInQ = !kPlanes && kTile.out_columns == 0;
@@ -227,17 +229,19 @@ struct ForwardScheduler {
 
  private:
   __device__ __forceinline__ void load_q(const typename Config::Tile& tile) {
-    constexpr int kBytes = Config::kChunks * 64 * Config::kRowBytes;
+    constexpr int kChunks = Config::kNumPlanes * Config::kChunks;
+    constexpr int kBytes = kChunks * 64 * Config::kRowBytes;
 #pragma unroll 1
     for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
       const uint32_t full = q_ring.full(consumer);
       q_ring.wait_empty(consumer);
       ptx::barrier_arrive_expect(full, kBytes);
 #pragma unroll
-      for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        const int plane = chunk / Config::kChunks * static_cast<int>(arguments.params.batch);
         ptx::tensor_load(shared.sQ(q_ring.stage, 64 * consumer) + chunk * Config::kQChunkBytes,
-                         arguments.q_map, full, chunk * Config::kRowColumns, tile.head,
-                         tile.m_start + 64 * consumer, tile.batch, ptx::kEvictFirst);
+                         arguments.q_map, full, chunk % Config::kChunks * Config::kRowColumns, tile.head,
+                         tile.m_start + 64 * consumer, plane + tile.batch, ptx::kEvictFirst);
       }
     }
     q_ring.advance();
@@ -319,10 +323,12 @@ struct ForwardLoader {
         outer = key < kv_length ? pages.page(pages.index_of(key)) : no_page, box_row = pages.row_of(key);
       }
 #pragma unroll
-      for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+      for (int chunk = 0; chunk < Config::kNumPlanes * Config::kChunks; ++chunk) {
+        const int plane = chunk / Config::kChunks * static_cast<int>(arguments.params.batch);
         ptx::tensor_load(sKv(stage) + chunk * Config::kKvChunkBytes + i * Config::kRowBytes,
-                         kIsKeys ? arguments.k_map : arguments.v_map, barrier, chunk * Config::kRowColumns,
-                         kv_head, box_row, outer, ptx::kEvictLast);
+                         kIsKeys ? arguments.k_map : arguments.v_map, barrier,
+                         chunk % Config::kChunks * Config::kRowColumns, kv_head, box_row, plane + outer,
+                         ptx::kEvictLast);
       }
     }
   }
@@ -340,7 +346,7 @@ struct ForwardLoader {
 #pragma unroll 1
     for (int i = rows * kPieces + lane_id(); i < kBlockN * kPieces; i += 32) {
 #pragma unroll 1
-      for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+      for (int chunk = 0; chunk < Config::kNumPlanes * Config::kChunks; ++chunk) {
         ptx::store_shared_x4(sKv(ring.stage) + chunk * Config::kKvChunkBytes + i * 16, zeros);
       }
     }
@@ -361,6 +367,7 @@ struct ForwardConsumer {
   static constexpr int kHeadDim = Config::kHeadDim, kBlockN = Config::kBlockN,
                        kConsumers = Config::kConsumers;
   static constexpr int kKvSteps = kBlockN / 16;
+  static constexpr bool kIsFine = Config::kNumPlanes == 2;
 
   const ForwardArguments& arguments;
   ForwardShared<Config> shared;
@@ -372,9 +379,11 @@ struct ForwardConsumer {
 
   // This tile's rows, and the probabilities of the last block of keys, which p v has yet to use.
   OnlineSoftmax<1, Config::kHeadroom> softmax;
-  float out[1][kHeadDim / 8][4];  // [64 rows, kHeadDim], float32
-  uint32_t p[kKvSteps][4];        // [64 rows, kBlockN], as the first operand of p v
-  float factor[1][2];             // of a thread's two rows, by which out is to be rescaled
+  float out[1][kHeadDim / 8][4];                // [64 rows, kHeadDim], float32
+  uint32_t p[Config::kNumPlanes][kKvSteps][4];  // [64 rows, kBlockN], as the first operand of p v
+  // p v of one block, which is added to out: tensor cores cut off long sums. Only if kIsFine.
+  float of_block[1][kIsFine ? kHeadDim / 8 : 1][4];
+  float factor[1][2];  // of a thread's two rows, by which out is to be rescaled
   bool rescale = false;
   bool has_tile;
   uint32_t sQ;       // of this consumer's rows; see q_rows
@@ -483,12 +492,35 @@ struct ForwardConsumer {
   }
 
   __device__ __forceinline__ void issue_scores(float (&scores)[1][Config::kBlockN / 8][4], uint32_t sK) {
-    sm90::issue_scores<Arithmetic, kHeadDim>(scores, q_rows(), Config::kQChunkBytes, sK,
-                                             Config::kKvChunkBytes);
+    if constexpr (kIsFine) {
+      issue_scores_of_planes<Arithmetic, kHeadDim>(scores, q_rows(), Config::kQChunkBytes,
+                                                   Config::kQPlaneBytes, sK, Config::kKvChunkBytes,
+                                                   Config::kKvPlaneBytes);
+    } else {
+      sm90::issue_scores<Arithmetic, kHeadDim>(scores, q_rows(), Config::kQChunkBytes, sK,
+                                               Config::kKvChunkBytes);
+    }
   }
 
   __device__ __forceinline__ void issue_values(uint32_t sV) {
-    issue_sum<Arithmetic, Config::kRowBytes>(out, p, sV, Config::kKvChunkBytes);
+    if constexpr (kIsFine) {
+      clear(of_block);
+      issue_sum_of_planes<Arithmetic, Config::kRowBytes>(of_block, p, sV, Config::kKvChunkBytes,
+                                                         Config::kKvPlaneBytes);
+    } else {
+      issue_sum<Arithmetic, Config::kRowBytes>(out, p[0], sV, Config::kKvChunkBytes);
+    }
+  }
+
+  // When p v has ended.
+  __device__ __forceinline__ void take_values() {
+    if constexpr (kIsFine) {
+      ptx::keep_in_place(of_block[0]);
+      for_each_accumulator(
+          out, [&](int, int h, int nt, int c) { out[0][nt][2 * h + c] += of_block[0][nt][2 * h + c]; });
+    } else {
+      ptx::keep_in_place(out[0]);
+    }
   }
 
   // ---- Softmax ----
@@ -568,7 +600,19 @@ struct ForwardConsumer {
       }
     }
 #pragma unroll
-    for (int nt = 0; nt < kBlockN / 8; ++nt) make_operand<Arithmetic>(scores[0][nt], nt, p);
+    for (int nt = 0; nt < kBlockN / 8; ++nt) {
+      make_operand<Arithmetic>(scores[0][nt], nt, p[0]);
+      if constexpr (kIsFine) {
+        float rest[4];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float2 rounded = unpack<Arithmetic>(p[0][nt / 2][nt % 2 * 2 + h]);
+          rest[2 * h] = scores[0][nt][2 * h] - rounded.x;
+          rest[2 * h + 1] = scores[0][nt][2 * h + 1] - rounded.y;
+        }
+        make_operand<Arithmetic>(rest, nt, p[1]);
+      }
+    }
   }
 
   __device__ __forceinline__ void rescale_out() {
@@ -617,7 +661,7 @@ struct ForwardConsumer {
     rescale = soften<kMasked>(scores, n);
     ptx::keep_in_place(scores[0]);
     ptx::wgmma_wait<0>();
-    ptx::keep_in_place(out[0]);
+    take_values();
     v_ring.release_by_warpgroup();
     keep_probabilities(scores, n);
     if constexpr (!Config::kRescaleLate) rescale_out();
@@ -719,7 +763,7 @@ struct ForwardConsumer {
     ping_pong_arrive();
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(scores[0]);
-    ptx::keep_in_place(out[0]);
+    take_values();
     k_ring.release_by_warpgroup();
     v_ring.release_by_warpgroup();
   }
@@ -731,7 +775,7 @@ struct ForwardConsumer {
       v_ring.wait_full();
       issue_values(shared.sV(uniform(v_ring.stage)));
       ptx::wgmma_wait<0>();
-      ptx::keep_in_place(out[0]);
+      take_values();
       v_ring.release_by_warpgroup();
       k_ring.advance();
     }
@@ -876,12 +920,12 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
   const int box_rows = params.page_indices ? std::gcd(Config::kBlockN, rows) : Config::kBlockN;
   if (box_rows % 8 != 0) return Status::not_served();  // the swizzle repeats every 8 rows
   arguments.box_rows = box_rows;
-  constexpr int kColumns = Config::kRowColumns;
+  constexpr int kColumns = Config::kRowColumns, kPlanes = Config::kNumPlanes;
   const auto [q, k, v, _] = product_inputs<Config::kPlanes>(params, nullptr);
   const bool has_maps =
-      make_tensor_map<Element, kColumns>(q, B, T, N, H, 64, &arguments.q_map) &&
-      make_tensor_map<Element, kColumns>(k, outer, rows, K, H, box_rows, &arguments.k_map) &&
-      make_tensor_map<Element, kColumns>(v, outer, rows, K, Hv, box_rows, &arguments.v_map) &&
+      make_tensor_map<Element, kColumns>(q, kPlanes * B, T, N, H, 64, &arguments.q_map) &&
+      make_tensor_map<Element, kColumns>(k, kPlanes * outer, rows, K, H, box_rows, &arguments.k_map) &&
+      make_tensor_map<Element, kColumns>(v, kPlanes * outer, rows, K, Hv, box_rows, &arguments.v_map) &&
       (Config::kPlanes ||
        make_tensor_map<Element, kColumns>(params.out, B, T, N, Hv, 16, &arguments.out_map));
   if (!has_maps) return Status::not_served();
@@ -910,9 +954,12 @@ Status forward(const ForwardParams& params, const LaunchContext& context) {
     if (!params.planes) return Status::not_served();
     if (const Status status = launch_planes(params, nullptr, context); status.failed()) return status;
   }
-  constexpr ForwardTile kShort = forward_tile(kHeadDim, false), kLong = forward_tile(kHeadDim, true);
+  constexpr bool kIsFine = std::is_same_v<Arithmetic, tf32x3>;
+  constexpr ForwardTile kShort = kIsFine ? fine_forward_tile(kHeadDim, false) : forward_tile(kHeadDim, false),
+                        kLong = kIsFine ? kShort : forward_tile(kHeadDim, true);
   if (is_general(params)) {
-    constexpr ForwardTile kGeneral = general_forward_tile(kHeadDim);
+    constexpr ForwardTile kGeneral =
+        kIsFine ? fine_forward_tile(kHeadDim, true) : general_forward_tile(kHeadDim);
     constexpr PairPolicy kPolicy = forward_stages_bias(kHeadDim) ? kAnyPairs : kAnyPairsUnstaged;
     return launch_forward<ForwardConfig<Arithmetic, kHeadDim, kGeneral, kPolicy>>(params, context);
   }
@@ -926,8 +973,9 @@ Status forward(const ForwardParams& params, const LaunchContext& context) {
   const bool use_long = context.forced_tile < 0
                             ? is_long(kHeadDim, most_keys(params), params.options.is_causal)
                             : context.forced_tile == 1;
-  return use_long ? launch_forward<ForwardConfig<Arithmetic, kHeadDim, kLong, kNoPairs>>(params, context)
-                  : launch_forward<ForwardConfig<Arithmetic, kHeadDim, kShort, kNoPairs>>(params, context);
+  return use_long && !kIsFine
+             ? launch_forward<ForwardConfig<Arithmetic, kHeadDim, kLong, kNoPairs>>(params, context)
+             : launch_forward<ForwardConfig<Arithmetic, kHeadDim, kShort, kNoPairs>>(params, context);
 }
 
 }  // namespace jax_flash::cuda::sm90

@@ -64,6 +64,50 @@ __device__ __forceinline__ void issue_sum(float (&acc)[1][kTiles][4], uint32_t (
   ptx::wgmma_commit();
 }
 
+// The same of two planes each, without the product of the low ones: small products first, since the sums are
+// cut off, not rounded. Scores overwrite acc; sums are added to it.
+template <class Arithmetic, int kDepth, int kTiles>
+__device__ __forceinline__ void issue_scores_of_planes(float (&acc)[1][kTiles][4], uint32_t a_tile,
+                                                       int a_pitch, int a_plane, uint32_t b_tile, int b_pitch,
+                                                       int b_plane) {
+  constexpr int kRowBytes = 2 * chunk_columns(kDepth), kSteps = kRowBytes / 32;
+  const uint64_t a = ptx::matrix_descriptor<kRowBytes>(a_tile, 0),
+                 b = ptx::matrix_descriptor<kRowBytes>(b_tile, 0);
+  ptx::keep_in_place(acc[0]);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int product = 0; product < 3; ++product) {
+    const int a_low = product == 0, b_low = product == 1;
+#pragma unroll
+    for (int step = 0; step < kDepth / 16; ++step) {
+      ptx::Wgmma<Arithmetic, 8 * kTiles>::template shared</*kBAlongN=*/false>(
+          acc[0], a + (a_low * a_plane + step / kSteps * a_pitch + step % kSteps * 32) / 16,
+          b + (b_low * b_plane + step / kSteps * b_pitch + step % kSteps * 32) / 16, product > 0 || step > 0);
+    }
+  }
+  ptx::wgmma_commit();
+}
+
+template <class Arithmetic, int kBRowBytes, int kSteps, int kTiles>
+__device__ __forceinline__ void issue_sum_of_planes(float (&acc)[1][kTiles][4], uint32_t (&a)[2][kSteps][4],
+                                                    uint32_t b_tile, int b_pitch, int b_plane) {
+  const uint64_t b = ptx::matrix_descriptor<kBRowBytes>(b_tile, b_pitch);
+  ptx::keep_in_place(a[0]);
+  ptx::keep_in_place(a[1]);
+  ptx::keep_in_place(acc[0]);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int product = 0; product < 3; ++product) {
+    const int a_low = product == 0, b_low = product == 1;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      ptx::Wgmma<Arithmetic, 8 * kTiles>::registers(acc[0], a[a_low][step],
+                                                    b + (b_low * b_plane + step * 16 * kBRowBytes) / 16);
+    }
+  }
+  ptx::wgmma_commit();
+}
+
 // Packs tile nt of a product's accumulators as a part of the first operand of the next product: each lane
 // already holds the elements that it needs.
 template <class Arithmetic, int kSteps>

@@ -17,11 +17,16 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 
+using std::fabs, std::fma, std::fmax, std::fmin, std::log;  // of float, too
+
 struct dim3 {
   unsigned x = 1;
 };
 struct alignas(8) float2 {
   float x, y;
+};
+struct alignas(16) double2 {
+  double x, y;
 };
 struct alignas(16) float4 {
   float x, y, z, w;
@@ -36,6 +41,7 @@ struct alignas(16) int4 {
   int x, y, z, w;
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline double2 make_double2(double x, double y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 namespace emulator {
