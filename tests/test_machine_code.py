@@ -137,9 +137,12 @@ def test_products_run_on_warpgroups(functions):
 
 @pytest.mark.exhaustive
 def test_main_loop_stays_in_registers(functions):
-    """But for gradients of planes, which have two operands of ds: up to 16 of 1,089 instructions (head dim 64)."""
+    """But for gradients of planes, which have two operands of ds: up to 16 of 1,089 instructions (head dim 64).
+
+    And for two planes with options at head dim 128, which have sums of a block beside out: 5 instructions.
+    """
     for name, instructions in functions.items():
-        are_planes = "backward_kernel" in name and "tf32" in name
+        are_planes = ("backward_kernel" in name and "tf32" in name) or "tf32x3ELi128" in name
         for loop in main_loops(instructions):
             spills = [text for text in loop if LOCAL.search(text)]
             assert len(spills) <= (0.02 * len(loop) if are_planes else 0), name
