@@ -16,12 +16,11 @@
 
 namespace jax_flash::cuda {
 
-inline constexpr float kLog2e = 1.4426950408889634f;
-inline constexpr float kLn2 = 0.6931471805599453f;
 template <class Number>
 inline constexpr Number kLog2eOf = static_cast<Number>(1.4426950408889634074);
 template <class Number>
 inline constexpr Number kLn2Of = static_cast<Number>(0.69314718055994530942);
+inline constexpr float kLog2e = kLog2eOf<float>;
 
 // In float32 with an error of two last bits, in float64 of one.
 __device__ __forceinline__ float exp2_of(float x) { return ptx::exp2_approx(x); }
@@ -43,7 +42,7 @@ struct LogitScaleOf {
   explicit LogitScaleOf(const AttentionParams& params) {
     const Options& options = params.options;
     const bool has_bias = params.has_bias() || params.scale_factor;  // an array of scales works like a bias
-    const double log2e = 1.4426950408889634074;
+    constexpr double log2e = kLog2eOf<double>;
     scale = static_cast<Number>(options.scale);
     two_log2e_per_cap = 0;
     if (options.logits_soft_cap > 0) {

@@ -21,6 +21,7 @@
 #include "pairs.cuh"
 #include "params.h"
 #include "planes.cuh"
+#include "sm80/gradient_arguments.cuh"
 #include "sm80/product.cuh"
 #include "sm80/scores.cuh"
 #include "sm80/shared_tile.cuh"
@@ -35,13 +36,9 @@ using backward_params = BackwardParams;
 namespace jax_flash::cuda::sm80 {
 
 template <class Sum>
-struct BackwardArguments {
-  BackwardParams params;
-  LogitScaleOf<Sum> logit;
-  PairOptionsOf<Sum> pairs;
-  HeadRows q, k, v, dout;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv], [B * T, N, Hv]
-  Sum* dq_accum;           // [B, T, N, H]; null where another kernel computes dq
-  int stages;  // buffers for queries and dout: 1 where 2 would leave room for fewer blocks, else 2
+struct BackwardArguments : GradientArguments<Sum> {
+  Sum* dq_accum;  // [B, T, N, H]; null where another kernel computes dq
+  int stages;     // buffers for queries and dout: 1 where 2 would leave room for fewer blocks, else 2
 };
 
 template <class Arithmetic_, int kHeadDim_, BackwardTile kTile_, PairPolicy kPolicy_>
@@ -401,15 +398,7 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
     status = launch_lists(params, QueryWalk<Config>::Queries::shape(), context);
   }
   if (status.failed()) return status;
-  const BackwardArguments<Sum> arguments{params,
-                                         LogitScaleOf<Sum>(params),
-                                         PairOptionsOf<Sum>(params),
-                                         head_rows<Element>(params.q, params.num_heads, params.head_dim),
-                                         head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
-                                         head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
-                                         head_rows<Element>(params.dout, params.num_heads, params.head_dim_v),
-                                         dq_accum,
-                                         stages};
+  const BackwardArguments<Sum> arguments{gradient_arguments<Element>(params), dq_accum, stages};
   const int64_t blocks = ceil_div(params.seqlen_kv, Config::kBlockN) * params.num_kv_heads * params.batch;
   status = launch(backward_kernel<Config>, blocks, Config::kThreads, Config::shared_bytes(stages), context,
                   arguments);

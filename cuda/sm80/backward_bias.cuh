@@ -14,6 +14,7 @@
 #include "masking.cuh"
 #include "pairs.cuh"
 #include "params.h"
+#include "sm80/gradient_arguments.cuh"
 #include "sm80/product.cuh"
 #include "sm80/scores.cuh"
 #include "sm80/shared_tile.cuh"
@@ -26,14 +27,6 @@ using backward_bias_params = BackwardParams;
 }
 
 namespace jax_flash::cuda::sm80 {
-
-template <class Sum>
-struct BackwardBiasArguments {
-  BackwardParams params;
-  LogitScaleOf<Sum> logit;
-  PairOptionsOf<Sum> pairs;
-  HeadRows q, k, v, dout;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv], [B * T, N, Hv]
-};
 
 template <class Arithmetic>
 struct BackwardBiasConfig {
@@ -53,7 +46,7 @@ struct BackwardBiasConfig {
 
 template <class Arithmetic, class Config = BackwardBiasConfig<Arithmetic>>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
-    backward_bias_kernel(const __grid_constant__ BackwardBiasArguments<typename Arithmetic::Sum> arguments) {
+    backward_bias_kernel(const __grid_constant__ GradientArguments<typename Arithmetic::Sum> arguments) {
   using Element = typename Config::Element;
   using Sum = typename Arithmetic::Sum;
   using QTile = typename Config::QTile;
@@ -174,17 +167,9 @@ template <class Arithmetic, int kHeadDim>
 Status backward_bias(const BackwardParams& params, const LaunchContext& context) {
   using Config = BackwardBiasConfig<Arithmetic>;
   using Element = typename Config::Element;
-  using Sum = typename Arithmetic::Sum;
   if (const Status status = launch_delta<Element>(params, nullptr, 0, context); status.failed())
     return status;
-  const BackwardBiasArguments<Sum> arguments{
-      params,
-      LogitScaleOf<Sum>(params),
-      PairOptionsOf<Sum>(params),
-      head_rows<Element>(params.q, params.num_heads, params.head_dim),
-      head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
-      head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
-      head_rows<Element>(params.dout, params.num_heads, params.head_dim_v)};
+  const auto arguments = gradient_arguments<Element>(params);
   return launch(backward_bias_kernel<Arithmetic>,
                 BiasSumsTile<Config::kBlockM, Config::kBlockN>::count(params), Config::kThreads,
                 Config::kSharedBytes, context, arguments);

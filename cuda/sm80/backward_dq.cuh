@@ -12,6 +12,7 @@
 #include "pairs.cuh"
 #include "params.h"
 #include "planes.cuh"
+#include "sm80/gradient_arguments.cuh"
 #include "sm80/product.cuh"
 #include "sm80/scores.cuh"
 #include "sm80/shared_tile.cuh"
@@ -24,14 +25,6 @@ using backward_dq_params = BackwardParams;
 }
 
 namespace jax_flash::cuda::sm80 {
-
-template <class Sum>
-struct BackwardDqArguments {
-  BackwardParams params;
-  LogitScaleOf<Sum> logit;
-  PairOptionsOf<Sum> pairs;
-  HeadRows q, k, v, dout;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv], [B * T, N, Hv]
-};
 
 template <class Arithmetic_, int kHeadDim_, PairPolicy kPolicy_>
 struct BackwardDqConfig {
@@ -51,7 +44,7 @@ struct BackwardDqConfig {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm) backward_dq_kernel(
-    const __grid_constant__ BackwardDqArguments<typename Config::Arithmetic::Sum> arguments) {
+    const __grid_constant__ GradientArguments<typename Config::Arithmetic::Sum> arguments) {
   using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
   using Sum = typename Arithmetic::Sum;
@@ -203,15 +196,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 template <class Config>
 Status launch_backward_dq(const BackwardParams& params, const LaunchContext& context) {
   using Element = typename Config::Element;
-  using Sum = typename Config::Arithmetic::Sum;
-  const BackwardDqArguments<Sum> arguments{
-      params,
-      LogitScaleOf<Sum>(params),
-      PairOptionsOf<Sum>(params),
-      head_rows<Element>(params.q, params.num_heads, params.head_dim),
-      head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
-      head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
-      head_rows<Element>(params.dout, params.num_heads, params.head_dim_v)};
+  const auto arguments = gradient_arguments<Element>(params);
   if (const Status status = launch_lists(params, Config::Keys::shape(), context); status.failed()) {
     return status;
   }

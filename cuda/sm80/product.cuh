@@ -370,40 +370,27 @@ template <class Arithmetic, class Tile, int kMTiles, int kNTiles>
 __device__ __forceinline__ void store_accumulators(
     Tile tile, int row, int column, const typename Arithmetic::Sum (&acc)[kMTiles][kNTiles][4]) {
   constexpr int kChunkElements = 16 / sizeof(typename Arithmetic::Element);
-  if constexpr (kIs64Bit<Arithmetic>) {
-    const uint32_t lane_base =
-        Tile::moved(tile.lane_base(lane_id() / 4, lane_id() % 4), row, column / kChunkElements);
+  const uint32_t first =
+      kIs64Bit<Arithmetic> ? tile.lane_base(lane_id() / 4, lane_id() % 4) : tile.lane_base(lane_id() / 4, 0);
+  const uint32_t lane_base =
+      Tile::moved(first, row, column / kChunkElements) + (kIs64Bit<Arithmetic> ? 0 : 4 * (lane_id() % 4));
 #pragma unroll
-    for (int mt = 0; mt < kMTiles; ++mt) {
+  for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
-      for (int nt = 0; nt < kNTiles; ++nt) {
+    for (int nt = 0; nt < kNTiles; ++nt) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const double pair[2] = {acc[mt][nt][2 * h], acc[mt][nt][2 * h + 1]};
-          ptx::store_shared_x2(Tile::moved(lane_base, 16 * mt + 8 * h, 4 * nt), pair);
-        }
-      }
-    }
-  } else {
-    const uint32_t lane_base =
-        Tile::moved(tile.lane_base(lane_id() / 4, 0), row, column / kChunkElements) + 4 * (lane_id() % 4);
+      for (int h = 0; h < 2; ++h) {
+        const auto* pair = &acc[mt][nt][2 * h];
+        if constexpr (kIs64Bit<Arithmetic>) {
+          ptx::store_shared_x2(Tile::moved(lane_base, 16 * mt + 8 * h, 4 * nt), {pair[0], pair[1]});
+        } else if constexpr (kIs16Bit<Arithmetic>) {
+          ptx::store_shared(Tile::moved(lane_base, 16 * mt + 8 * h, nt), pack<Arithmetic>(pair[0], pair[1]));
+        } else {
 #pragma unroll
-    for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-      for (int nt = 0; nt < kNTiles; ++nt) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float* pair = &acc[mt][nt][2 * h];
-          if constexpr (kIs16Bit<Arithmetic>) {
-            ptx::store_shared(Tile::moved(lane_base, 16 * mt + 8 * h, nt),
-                              pack<Arithmetic>(pair[0], pair[1]));
-          } else {
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-              const uint32_t x = __float_as_uint(pair[c]);
-              ptx::store_shared(Tile::moved(lane_base, 16 * mt + 8 * h, 2 * nt + c),
-                                std::is_same_v<Arithmetic, tf32> ? ptx::round_to_tf32(x) : x);
-            }
+          for (int c = 0; c < 2; ++c) {
+            const uint32_t x = __float_as_uint(pair[c]);
+            ptx::store_shared(Tile::moved(lane_base, 16 * mt + 8 * h, 2 * nt + c),
+                              std::is_same_v<Arithmetic, tf32> ? ptx::round_to_tf32(x) : x);
           }
         }
       }

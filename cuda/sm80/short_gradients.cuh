@@ -12,6 +12,7 @@
 #include "masking.cuh"
 #include "pairs.cuh"
 #include "params.h"
+#include "sm80/gradient_arguments.cuh"
 #include "sm80/product.cuh"
 #include "sm80/scores.cuh"
 #include "sm80/shared_tile.cuh"
@@ -20,23 +21,13 @@
 
 namespace jax_flash::cuda::sm80 {
 
-struct ShortGradientsArguments {
-  BackwardParams params;
-  LogitScale logit;
-  PairOptions pairs;
-  HeadRows q, k, v;    // [B * T, N, H], [B * S, K, H], [B * S, K, Hv]
-  HeadRows dout, out;  // [B * T, N, Hv]
+struct ShortGradientsArguments : GradientArguments<float> {
+  HeadRows out;  // [B * T, N, Hv]
 };
 
 template <class Element>
 ShortGradientsArguments short_gradients_arguments(const BackwardParams& params) {
-  return {params,
-          LogitScale(params),
-          PairOptions(params),
-          head_rows<Element>(params.q, params.num_heads, params.head_dim),
-          head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
-          head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
-          head_rows<Element>(params.dout, params.num_heads, params.head_dim_v),
+  return {gradient_arguments<Element>(params),
           head_rows<Element>(params.out, params.num_heads, params.head_dim_v)};
 }
 

@@ -973,9 +973,8 @@ Status forward(const ForwardParams& params, const LaunchContext& context) {
   const bool use_long = context.forced_tile < 0
                             ? is_long(kHeadDim, most_keys(params), params.options.is_causal)
                             : context.forced_tile == 1;
-  return use_long && !kIsFine
-             ? launch_forward<ForwardConfig<Arithmetic, kHeadDim, kLong, kNoPairs>>(params, context)
-             : launch_forward<ForwardConfig<Arithmetic, kHeadDim, kShort, kNoPairs>>(params, context);
+  return use_long ? launch_forward<ForwardConfig<Arithmetic, kHeadDim, kLong, kNoPairs>>(params, context)
+                  : launch_forward<ForwardConfig<Arithmetic, kHeadDim, kShort, kNoPairs>>(params, context);
 }
 
 }  // namespace jax_flash::cuda::sm90

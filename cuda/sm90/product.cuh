@@ -11,8 +11,20 @@
 
 namespace jax_flash::cuda::sm90 {
 
-// acc [64, kN] = or += a [64, kDepth] b^T, b [kN, kDepth]. A chunk of a begins kAColumns after the one
-// before.
+// acc [64, kN] = or += a [64, kDepth] b^T, b [kN, kDepth], of descriptors of their tiles; not committed.
+template <class Arithmetic, int kDepth, bool kAccumulate, int kAColumns = chunk_columns(kDepth), int kTiles>
+__device__ __forceinline__ void issue_score_steps(float (&acc)[1][kTiles][4], uint64_t a, int a_pitch,
+                                                  uint64_t b, int b_pitch) {
+  constexpr int kASteps = kAColumns / 16, kBSteps = chunk_columns(kDepth) / 16;
+#pragma unroll
+  for (int step = 0; step < kDepth / 16; ++step) {
+    ptx::Wgmma<Arithmetic, 8 * kTiles>::template shared</*kBAlongN=*/false>(
+        acc[0], a + (step / kASteps * a_pitch + step % kASteps * 32) / 16,
+        b + (step / kBSteps * b_pitch + step % kBSteps * 32) / 16, kAccumulate || step > 0);
+  }
+}
+
+// The same of tiles. A chunk of a begins kAColumns after the one before.
 template <class Arithmetic, int kDepth, bool kAccumulate = false, int kAColumns = chunk_columns(kDepth),
           int kTiles>
 __device__ __forceinline__ void issue_scores(float (&acc)[1][kTiles][4], uint32_t a_tile, int a_pitch,
@@ -22,13 +34,7 @@ __device__ __forceinline__ void issue_scores(float (&acc)[1][kTiles][4], uint32_
                  b = ptx::matrix_descriptor<kRowBytes>(b_tile, 0);
   ptx::keep_in_place(acc[0]);
   ptx::wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < kDepth / 16; ++step) {
-    constexpr int kASteps = kAColumns / 16, kBSteps = kRowBytes / 32;
-    ptx::Wgmma<Arithmetic, 8 * kTiles>::template shared</*kBAlongN=*/false>(
-        acc[0], a + (step / kASteps * a_pitch + step % kASteps * 32) / 16,
-        b + (step / kBSteps * b_pitch + step % kBSteps * 32) / 16, kAccumulate || step > 0);
-  }
+  issue_score_steps<Arithmetic, kDepth, kAccumulate, kAColumns>(acc, a, a_pitch, b, b_pitch);
   ptx::wgmma_commit();
 }
 
@@ -49,7 +55,17 @@ __device__ __forceinline__ void issue_sum(float (&acc)[1][kTiles][4], uint32_t a
   ptx::wgmma_commit();
 }
 
-// acc [64, kN] += a [64, 16 kSteps] b, a in registers, b [16 kSteps, kN].
+// acc [64, kN] += a [64, 16 kSteps] b, a in registers, b [16 kSteps, kN]; not committed.
+template <class Arithmetic, int kBRowBytes, int kSteps, int kTiles>
+__device__ __forceinline__ void issue_sum_steps(float (&acc)[1][kTiles][4], uint32_t (&a)[kSteps][4],
+                                                uint64_t b) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    ptx::Wgmma<Arithmetic, 8 * kTiles>::registers(acc[0], a[step], b + step * 16 * kBRowBytes / 16);
+  }
+}
+
+// The same of a tile b.
 template <class Arithmetic, int kBRowBytes = kChunkRowBytes, int kSteps, int kTiles>
 __device__ __forceinline__ void issue_sum(float (&acc)[1][kTiles][4], uint32_t (&a)[kSteps][4],
                                           uint32_t b_tile, int b_pitch) {
@@ -57,34 +73,24 @@ __device__ __forceinline__ void issue_sum(float (&acc)[1][kTiles][4], uint32_t (
   ptx::keep_in_place(a);
   ptx::keep_in_place(acc[0]);
   ptx::wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    ptx::Wgmma<Arithmetic, 8 * kTiles>::registers(acc[0], a[step], b + step * 16 * kBRowBytes / 16);
-  }
+  issue_sum_steps<Arithmetic, kBRowBytes>(acc, a, b);
   ptx::wgmma_commit();
 }
 
-// The same of two planes each, without the product of the low ones: small products first, since the sums are
-// cut off, not rounded. Scores overwrite acc; sums are added to it.
+// Scores and sums of two planes each, without the product of the low ones: small products first, since the
+// sums are cut off, not rounded. Low planes lie a_plane and b_plane bytes behind.
 template <class Arithmetic, int kDepth, int kTiles>
 __device__ __forceinline__ void issue_scores_of_planes(float (&acc)[1][kTiles][4], uint32_t a_tile,
                                                        int a_pitch, int a_plane, uint32_t b_tile, int b_pitch,
                                                        int b_plane) {
-  constexpr int kRowBytes = 2 * chunk_columns(kDepth), kSteps = kRowBytes / 32;
+  constexpr int kRowBytes = 2 * chunk_columns(kDepth);
   const uint64_t a = ptx::matrix_descriptor<kRowBytes>(a_tile, 0),
                  b = ptx::matrix_descriptor<kRowBytes>(b_tile, 0);
   ptx::keep_in_place(acc[0]);
   ptx::wgmma_fence();
-#pragma unroll
-  for (int product = 0; product < 3; ++product) {
-    const int a_low = product == 0, b_low = product == 1;
-#pragma unroll
-    for (int step = 0; step < kDepth / 16; ++step) {
-      ptx::Wgmma<Arithmetic, 8 * kTiles>::template shared</*kBAlongN=*/false>(
-          acc[0], a + (a_low * a_plane + step / kSteps * a_pitch + step % kSteps * 32) / 16,
-          b + (b_low * b_plane + step / kSteps * b_pitch + step % kSteps * 32) / 16, product > 0 || step > 0);
-    }
-  }
+  issue_score_steps<Arithmetic, kDepth, /*kAccumulate=*/false>(acc, a + a_plane / 16, a_pitch, b, b_pitch);
+  issue_score_steps<Arithmetic, kDepth, /*kAccumulate=*/true>(acc, a, a_pitch, b + b_plane / 16, b_pitch);
+  issue_score_steps<Arithmetic, kDepth, /*kAccumulate=*/true>(acc, a, a_pitch, b, b_pitch);
   ptx::wgmma_commit();
 }
 
@@ -96,15 +102,9 @@ __device__ __forceinline__ void issue_sum_of_planes(float (&acc)[1][kTiles][4], 
   ptx::keep_in_place(a[1]);
   ptx::keep_in_place(acc[0]);
   ptx::wgmma_fence();
-#pragma unroll
-  for (int product = 0; product < 3; ++product) {
-    const int a_low = product == 0, b_low = product == 1;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      ptx::Wgmma<Arithmetic, 8 * kTiles>::registers(acc[0], a[a_low][step],
-                                                    b + (b_low * b_plane + step * 16 * kBRowBytes) / 16);
-    }
-  }
+  issue_sum_steps<Arithmetic, kBRowBytes>(acc, a[1], b);
+  issue_sum_steps<Arithmetic, kBRowBytes>(acc, a[0], b + b_plane / 16);
+  issue_sum_steps<Arithmetic, kBRowBytes>(acc, a[0], b);
   ptx::wgmma_commit();
 }
 
