@@ -4,7 +4,7 @@
 # `direction` and `arch` name the header (cuda/<arch>/<direction>.cuh); `arithmetics` are types of cuda/arithmetic.h,
 # which share a unit because headers and the host's code take seconds to compile. A head dim in between runs on the next
 # larger kernel, filled with zeros.
-set(JAX_FLASH_HEAD_DIMS 32 64 96 128 192 256 CACHE STRING "Head dims for which CUDA kernels are compiled")
+set(JAX_FLASH_HEAD_DIMS 32 64 96 128 192 256 512 CACHE STRING "Head dims for which CUDA kernels are compiled")
 option(JAX_FLASH_FLOAT64 "Compile CUDA kernels for float64" ON)
 set(all_16_bit bfloat16 float16)
 set(all_float32 tf32 tf32x3)
@@ -13,7 +13,7 @@ if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
   foreach(head_dim IN LISTS JAX_FLASH_HEAD_DIMS)
     jax_flash_kernels(forward sm90 "${all_16_bit}" ${head_dim})
     # Head dims that cuda/tiles.h has tiles for; others run on the next larger kernel.
-    if(head_dim MATCHES "^(32|64|96|128|192|256)$")
+    if(head_dim MATCHES "^(32|64|96|128|192|256|512)$")
       foreach(direction IN ITEMS backward backward_dq)
         jax_flash_kernels(${direction} sm90 "${all_16_bit}" ${head_dim})
       endforeach()
@@ -50,9 +50,10 @@ if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
   endforeach()
 endif()
 
-# Not of 32, 96 and 192 columns, which would take a minute more: such calls run on the kernels of 64, 128 and 256.
+# Not of 32, 96 and 192 columns, which would take a minute more: such calls run on the kernels of 64, 128 and 256. Nor of
+# 512: out of 16 rows would take all registers of a warp.
 set(sm80_head_dims ${JAX_FLASH_HEAD_DIMS})
-list(REMOVE_ITEM sm80_head_dims 32 96 192)
+list(REMOVE_ITEM sm80_head_dims 32 96 192 512)
 if(NOT sm80_head_dims)
   message(FATAL_ERROR "JAX_FLASH_HEAD_DIMS must have 64, 128 or 256, for which there are portable kernels, got "
                       "\"${JAX_FLASH_HEAD_DIMS}\".")
@@ -95,8 +96,10 @@ foreach(head_dim IN ITEMS 32 64)
 endforeach()
 
 # This kernel takes the head dim in pieces: one serves every head dim.
-list(SORT sm80_head_dims COMPARE NATURAL)
-list(GET sm80_head_dims -1 largest_head_dim)
-foreach(arithmetics IN ITEMS all_16_bit all_float32)
-  jax_flash_kernels(backward_bias sm80 "${${arithmetics}}" ${largest_head_dim})
+set(largest_16_bit ${JAX_FLASH_HEAD_DIMS})
+set(largest_float32 ${sm80_head_dims})
+foreach(arithmetics IN ITEMS 16_bit float32)
+  list(SORT largest_${arithmetics} COMPARE NATURAL)
+  list(GET largest_${arithmetics} -1 largest_head_dim)
+  jax_flash_kernels(backward_bias sm80 "${all_${arithmetics}}" ${largest_head_dim})
 endforeach()

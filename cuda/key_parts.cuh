@@ -3,6 +3,8 @@
 // jax_flash/_kernel_choice.py).
 #pragma once
 
+#include <algorithm>
+#include <bit>
 #include <cstdint>
 
 #include "accumulator.cuh"
@@ -46,12 +48,13 @@ struct PartRows {
   }
 
   // Writes a part of row `row` from a warp's accumulators [16, 8 * kTiles]. By the quad of lanes that has it,
-  // as its half h of 8 rows.
+  // as its half h of 8 rows; the first of its columns is first_column.
   template <class Arithmetic, int kTiles>
   __device__ __forceinline__ void store(int64_t part, int64_t row, const RowPart& end,
-                                        const float (&acc)[1][kTiles][4], int h) const {
+                                        const float (&acc)[1][kTiles][4], int h, int first_column = 0) const {
     float* to = this->row(part, row);
-    for_each_run<Arithmetic>(acc, 0, h, [&](int column, const auto& values) {
+    for_each_run<Arithmetic>(acc, 0, h, [&](int own_column, const auto& values) {
+      const int column = first_column + own_column;
       if (column >= columns || end.sum == 0) return;
       if constexpr (kRunColumns<Arithmetic> == 2) {
         *reinterpret_cast<float2*>(to + column) = make_float2(values[0], values[1]);
@@ -59,7 +62,7 @@ struct PartRows {
         *reinterpret_cast<float4*>(to + column) = make_float4(values[0], values[1], values[2], values[3]);
       }
     });
-    if (lane_id() % 4 == 0) {
+    if (first_column == 0 && lane_id() % 4 == 0) {
       *reinterpret_cast<float4*>(to + columns) = make_float4(end.max_log2, end.sum, 0, 0);
     }
   }
@@ -171,7 +174,7 @@ __global__ void __launch_bounds__(CombineConfig<kHeadDim>::kThreads, 2)
 template <class Arithmetic, int kHeadDim>
 Status launch_combine(const ForwardParams& params, const LaunchContext& context) {
   // Its groups of threads share a block evenly only where the head dim is a power of two.
-  constexpr int kColumns = kHeadDim <= 64 ? 64 : kHeadDim <= 128 ? 128 : 256;
+  constexpr int kColumns = std::max(64, static_cast<int>(std::bit_ceil(static_cast<unsigned>(kHeadDim))));
   using Config = CombineConfig<kColumns>;
   const int slices = Config::slices(params.num_key_parts);
   const int64_t blocks = ceil_div(PartRows(params).num_rows, Config::kGroups / slices);

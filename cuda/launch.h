@@ -61,6 +61,25 @@ Status launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int sh
   return cudaGetLastError();
 }
 
+// Like launch, with an attribute.
+template <class... Parameters>
+Status launch_with(cudaLaunchAttribute attribute, void (*kernel)(Parameters...), int64_t blocks, int threads,
+                   int shared_bytes, const LaunchContext& context, const Parameters&... parameters) {
+  if (blocks == 0) return cudaSuccess;
+  if (const Status status = allow_launch(kernel, blocks, shared_bytes, context); status.failed())
+    return status;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = context.stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, parameters...);
+  cudaGetLastError();
+  return error;
+}
+
 // Like launch, but on 9.0 and newer the kernel may start while the one before it on the stream ends. At least
 // one thread of each block calls ptx::wait_for_grid_before(), and no thread reads or writes global memory
 // before one of its block has. The first kernel of a call is launched otherwise: XLA's kernels wait for
@@ -77,22 +96,20 @@ Status launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, 
   if (context.compute_capability < 90 || compiled.ptxVersion < 90) {
     return launch(kernel, blocks, threads, shared_bytes, context, parameters...);
   }
-  if (blocks == 0) return cudaSuccess;
-  if (const Status status = allow_launch(kernel, blocks, shared_bytes, context); status.failed())
-    return status;
   cudaLaunchAttribute may_start_early = {};
   may_start_early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   may_start_early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = context.stream;
-  config.attrs = &may_start_early;
-  config.numAttrs = 1;
-  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, parameters...);
-  cudaGetLastError();
-  return error;
+  return launch_with(may_start_early, kernel, blocks, threads, shared_bytes, context, parameters...);
+}
+
+// Like launch, with clusters of two blocks, `pairs` of them. Compute capability 9.0.
+template <class... Parameters>
+Status launch_pairs(void (*kernel)(Parameters...), int64_t pairs, int threads, int shared_bytes,
+                    const LaunchContext& context, const Parameters&... parameters) {
+  cudaLaunchAttribute in_pairs = {};
+  in_pairs.id = cudaLaunchAttributeClusterDimension;
+  in_pairs.val.clusterDim = {2, 1, 1};
+  return launch_with(in_pairs, kernel, 2 * pairs, threads, shared_bytes, context, parameters...);
 }
 
 __host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

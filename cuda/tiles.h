@@ -225,8 +225,9 @@ constexpr ForwardTile forward_tile(int head_dim, bool is_long) {
     return is_long ? ForwardTile{3, 80, 3, 2, 0, true}    // 216 KB
                    : ForwardTile{3, 64, 4, 2, 0, false};  // 224 KB
   }
-  if (head_dim <= 192) return {2, 64, 2, 2, 0, true};  // 192 KB
-  return {2, 64, 2, 1, 128, true};                     // 224 KB
+  if (head_dim <= 192) return {2, 64, 2, 2, 0, true};    // 192 KB
+  if (head_dim <= 256) return {2, 64, 2, 1, 128, true};  // 224 KB
+  return {2, 64, 2, 1, 0, true};                         // 224 KB, of half of the columns
 }
 
 // For few queries on many keys, which are taken in parts: two consumers, because rows of a tile that has
@@ -284,7 +285,7 @@ constexpr BackwardTile backward_tile(int head_dim, bool general) {
   if (head_dim <= 64) return general ? BackwardTile{64, 2, 2} : BackwardTile{128, 2, 2};  // 161, 226 KB
   if (head_dim <= 128) return {64, 2, 1};                                                 // 193, 209 KB
   if (head_dim <= 192) return {general ? 32 : 48, 2, 2};                                  // 201, 221 KB
-  return {64, 2, 1};                                                                      // 225 KB
+  return {64, 2, 1};  // 225 KB, above head dim 256 of half of the columns
 }
 
 // Does dq get a kernel of its own, though that takes 7 products instead of 5? At head dim 256 it was measured
@@ -305,7 +306,8 @@ constexpr BackwardDqTile backward_dq_tile(int head_dim, bool general) {
   if (head_dim <= 64) return {general ? 64 : 128, 3};                                    // 80, 128 KB
   if (head_dim <= 128) return general ? BackwardDqTile{64, 3} : BackwardDqTile{128, 2};  // 160, 192 KB
   if (head_dim <= 192) return general ? BackwardDqTile{32, 4} : BackwardDqTile{96, 2};   // 160, 200 KB
-  return {general ? 32 : 48, 2};                                                         // 192, 224 KB
+  if (head_dim <= 256) return {general ? 32 : 48, 2};                                    // 192, 224 KB
+  return {32, 2};                                                // 224 KB, of half of the columns
 }
 
 struct TangentTile {

@@ -24,6 +24,7 @@ _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 _INT32 = np.iinfo(np.int32)
 _MAX_CUDA_HEAD_DIM = 256
 _MAX_CUDA_FLOAT64_HEAD_DIM = 128
+_MAX_HOPPER_HEAD_DIM = 512  # in 16 bits
 # Compute capabilities whose blocks have 99 KB of shared memory, and the largest head dim whose tiles fit there.
 _SMALL_GPUS = ("8.6", "8.9", "12.0", "12.1")
 _MAX_SMALL_GPU_GRADIENT_HEAD_DIM = {"float32": 128, "float64": 64}
@@ -212,9 +213,14 @@ def check_dropout_rng(dropout_rng: Any, rate: float) -> jax.Array | None:
     return rng
 
 
-def check_cuda(dtype: np.dtype, head_dim: int, *, is_gradient: bool) -> None:
+def check_cuda(dtype: np.dtype, head_dims: tuple[int, int], *, is_gradient: bool) -> None:
     """Refuses calls that the CUDA kernels do not serve. Called when a call is lowered for a GPU."""
-    largest = _MAX_CUDA_FLOAT64_HEAD_DIM if dtype == jnp.float64 else _MAX_CUDA_HEAD_DIM
+    head_dim = max(head_dims)
+    if dtype.itemsize == 2 and head_dim > _MAX_CUDA_HEAD_DIM:
+        _check_hopper(head_dims)
+        largest = _MAX_HOPPER_HEAD_DIM
+    else:
+        largest = _MAX_CUDA_FLOAT64_HEAD_DIM if dtype == jnp.float64 else _MAX_CUDA_HEAD_DIM
     if head_dim > largest:
         raise NotImplementedError(
             f"The CUDA kernels support head dims up to {largest} in {dtype.name}, got {head_dim}. {_USE_XLA}"
@@ -234,6 +240,22 @@ def check_cuda(dtype: np.dtype, head_dim: int, *, is_gradient: bool) -> None:
                     f"On {device.device_kind} the gradient in {dtype.name} supports head dims up to {largest}, got "
                     f"{head_dim}: its blocks have 99 KB of shared memory. {_USE_XLA}"
                 )
+
+
+def _check_hopper(head_dims: tuple[int, int]) -> None:
+    for device in _ffi.local_gpus():
+        if device.compute_capability != "9.0":
+            raise NotImplementedError(
+                f"Head dims over {_MAX_CUDA_HEAD_DIM} need a GPU of compute capability 9.0 (H100, H200), got "
+                f"{max(head_dims)} on {device.device_kind} ({device.compute_capability}). {_USE_XLA}"
+            )
+    for head_dim in head_dims:
+        if head_dim % 8:
+            raise NotImplementedError(
+                f"On a GPU, head dims over {_MAX_CUDA_HEAD_DIM}, and those beside them, must be multiples of 8, got "
+                f"{head_dim}. Pad query and key with zeros and pass their scale, pad value, or pass "
+                'implementation="xla".'
+            )
 
 
 def refuse_derivative_of_pages() -> None:

@@ -189,6 +189,11 @@ def num_bias_parts(q, k, dbias) -> int:
     return parts
 
 
+def has_tangent_kernel(q, k, v) -> bool:
+    """Whether the CUDA kernels for tangents take such head dims."""
+    return _kernel_head_dim("tangent sm80", q.dtype, max(q.shape[-1], v.shape[-1])) > 0
+
+
 def backward_tangent_fits(q, k, v) -> bool:
     """Whether there is a CUDA kernel whose tiles fit into the shared memory of the GPUs: see cuda/tiles.h."""
     gpus = _ffi.local_gpus()

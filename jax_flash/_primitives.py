@@ -254,7 +254,7 @@ def _lower_cpu(call: Pass, ctx, *args, **params):
 
 def _lower_cuda(call: Pass, ctx, *args, **params):
     q, _, v = ctx.avals_in[:3]
-    _checks.check_cuda(q.dtype, max(q.shape[-1], v.shape[-1]), is_gradient=call is BACKWARD)
+    _checks.check_cuda(q.dtype, (q.shape[-1], v.shape[-1]), is_gradient=call is BACKWARD)
     results = _lower_ffi(call, ctx, args, _workspace_avals(call, ctx.avals_in, **params), **params)
     # XLA may run the kernel twice if a scan stacks a result that the layer also uses, once straight into the stack (its
     # dynamic-slice fusion, seen with jax 0.11). It does not do so across a barrier.
@@ -396,6 +396,13 @@ def _lower_backward_tangent_cuda(call: Pass, ctx, *args, **params):
     return _lower_blocked(_blocked.backward_tangent, call, ctx, *args, **params)
 
 
+def _lower_tangent_cuda(call: Pass, ctx, *args, **params):
+    # The forward pass, which runs before it, refuses what no kernel serves.
+    if _kernel_choice.has_tangent_kernel(*ctx.avals_in[:3]):
+        return _lower_cuda(call, ctx, *args, **params)
+    return _lower_blocked(_blocked.tangent, call, ctx, *args, **params)
+
+
 def _lower_elsewhere(ctx, *args, **params):
     _checks.refuse_platform(ctx.platforms or ctx.module_context.platforms)
 
@@ -451,7 +458,9 @@ _backward_bias_p = _define_pass(
     cpu=_lower_cpu,
     cuda=_lower_backward_bias_cuda,
 )
-_tangent_p = _define_pass(TANGENT, functools.partial(_tangent_avals, TANGENT), **_KERNELS)
+_tangent_p = _define_pass(
+    TANGENT, functools.partial(_tangent_avals, TANGENT), cpu=_lower_cpu, cuda=_lower_tangent_cuda
+)
 _second_tangent_p = _define_pass(
     SECOND_TANGENT,
     functools.partial(_tangent_avals, SECOND_TANGENT),

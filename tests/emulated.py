@@ -167,8 +167,9 @@ def install() -> None:
         if call.target.removeprefix("jax_flash_") not in PASSES:
             return lower_ffi(call, ctx, args, workspace, **params)
         if call is _passes.BACKWARD_TANGENT and not _kernel_choice.backward_tangent_fits(*ctx.avals_in[:3]):
-            blocked = _blocked.backward_tangent
-            return _primitives._lower_blocked(blocked, call, ctx, *args, **params)
+            return _primitives._lower_blocked(_blocked.backward_tangent, call, ctx, *args, **params)
+        if call is _passes.TANGENT and not _kernel_choice.has_tangent_kernel(*ctx.avals_in[:3]):
+            return _primitives._lower_blocked(_blocked.tangent, call, ctx, *args, **params)
         workspace = _primitives._workspace_avals(call, ctx.avals_in, **params)
         call = dataclasses.replace(call, target=f"{call.target}_emulated")
         return lower_ffi(call, ctx, args, workspace, **params)

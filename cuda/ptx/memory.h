@@ -82,6 +82,13 @@ __device__ __forceinline__ void store_shared_x4(uint32_t shared, const uint32_t 
                : "memory");
 }
 
+__device__ __forceinline__ void load_shared_x4(float (&r)[4], uint32_t shared) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(r[0]), "=f"(r[1]), "=f"(r[2]), "=f"(r[3])
+               : "r"(shared)
+               : "memory");
+}
+
 // Loads 8 bytes from an address aligned to 8 bytes.
 __device__ __forceinline__ void load_shared_x2(float (&r)[2], uint32_t shared) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(r[0]), "=f"(r[1]) : "r"(shared) : "memory");

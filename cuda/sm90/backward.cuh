@@ -103,6 +103,7 @@
 #include "ptx/tensor_copy.h"
 #include "ptx/wgmma.h"
 #include "sm90/fragments.cuh"
+#include "sm90/head_halves.cuh"
 #include "sm90/item_ring.cuh"
 #include "sm90/output.cuh"
 #include "sm90/product.cuh"
@@ -195,10 +196,11 @@ struct BackwardConfig {
   static constexpr bool kPlanes = !kIs16Bit<Arithmetic_>;
   using Arithmetic = std::conditional_t<kPlanes, float16, Arithmetic_>;  // of the products
   using Element = typename Arithmetic::Element;
-  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kHasHalves = has_halves(kHeadDim_);  // does a block have half of the columns?
+  static constexpr int kHeadDim = block_columns(kHeadDim_);  // the columns of a block
   static constexpr PairPolicy kPolicy = kPolicy_;  // the pair options that the kernel handles
   static constexpr bool kWithDq = kWithDq_;        // or dk and dv only
-  static constexpr BackwardTile kTile = backward_tile(kHeadDim, kPolicy.is_general());
+  static constexpr BackwardTile kTile = backward_tile(kHeadDim_, kPolicy.is_general());
   static constexpr int kBlockM = kTile.block_m, kStages = kTile.stages, kKvStages = kTile.kv_stages;
   static constexpr int kHeadDimV = backward_head_dim_v(kHeadDim);  // the columns of v and dout
   // Does a consumer own 64 keys, or half of the columns?
@@ -242,10 +244,11 @@ struct BackwardConfig {
   static constexpr int kKColumns = kWithDq && kRowColumns % kDqColumns != 0 ? kDqColumns : kRowColumns;
   static_assert(kKColumns % 16 == 0 && kChunks * kKColumns >= kHeadDim);
   // ds [kBlockM, kBlockN], or p^T and ds^T [kBlockN, kBlockM]; two buffers: one is written while slower warps
-  // still read the other.
+  // still read the other. Scores of the other half leave room for one only.
   static constexpr int kDsChunkBytes = kBlockM * kChunkRowBytes;  // 64 keys of ds
-  static constexpr int kDsBytes = kBlockM * kBlockN * 2, kDsStages = kWithDq || !kByKeys ? 2 : 0;
-  static constexpr int kPStages = kByKeys ? 0 : 2;
+  static constexpr int kDsBytes = kBlockM * kBlockN * 2;
+  static constexpr int kDsStages = kHasHalves ? 1 : kWithDq || !kByKeys ? 2 : 0;
+  static constexpr int kPStages = kByKeys ? 0 : kDsStages;
   static constexpr int kOutChunks = ceil_div(kColumns, kRowColumns);
   static constexpr int kOutBytes = kOutChunks * 16 * kRowBytes;  // of a warp's dk, and at most of its dv
   static constexpr int kDqWarpBytes = kWithDq ? 16 * kDqColumns * 4 : 0;
@@ -265,11 +268,14 @@ struct BackwardConfig {
   using WarpBias = BiasBuffer</*kTransposed=*/true, kQueries>;
   static_assert(kByKeys || !kPolicy.may_stage_bias());
   static constexpr int kBias = kDq + kDqBytes;
-  static constexpr int kLse = kBias + (kPolicy.may_stage_bias() ? kConsumerWarps * WarpBias::kBytes : 0),
+  using OtherHalf = sm90::OtherHalf<kQueries / 8, kHasHalves ? 1 : 0>;
+  static constexpr int kOthers = kBias + (kPolicy.may_stage_bias() ? kConsumerWarps * WarpBias::kBytes : 0);
+  static constexpr int kLse = kOthers + kConsumerWarps * OtherHalf::kBytes,
                        kDelta = kLse + kStages * kBlockM * 4;
   static constexpr int kDsFactor = kDelta + kStages * kBlockM * 4;
   static constexpr int kBarriers = kDsFactor + (kPlanes ? kStages * kBlockM * 2 : 0),
-                       kNumBarriers = 4 * kStages + 3 * kKvStages + (kWithDq ? 2 * kDqParts : 0) + 2;
+                       kOtherBarriers = 4 * kStages + 3 * kKvStages + (kWithDq ? 2 * kDqParts : 0) + 2,
+                       kNumBarriers = kOtherBarriers + kConsumerWarps * OtherHalf::kNumBarriers;
   static constexpr int kItems = kBarriers + 8 * kNumBarriers, kSharedBytes = kItems + ItemRing::kBytes;
   static_assert(kQChunkBytes % 1024 == 0 && kKvChunkBytes % 1024 == 0,
                 "wgmma wants tiles aligned to 1024 bytes");
@@ -330,6 +336,12 @@ struct BackwardShared {
   // Only with dq.
   __device__ DqRing dq_ring() const { return {barrier(2 * QRing::kNumBarriers + KvRing::kNumBarriers + 2)}; }
   __device__ ItemRing items() const { return {base + Config::kItems}; }
+  // By consumer warp.
+  using OtherHalf = typename Config::OtherHalf;
+  __device__ OtherHalf other_half(int warp) const {
+    return {base + Config::kOthers + warp * OtherHalf::kBytes,
+            {barrier(Config::kOtherBarriers + warp * OtherHalf::kNumBarriers)}};
+  }
 
  private:
   __device__ uint32_t barrier(int index) const { return base + Config::kBarriers + 8 * index; }
@@ -387,7 +399,7 @@ struct BackwardTileWork {
 template <class Config, bool kDraws, class F>
 __device__ __forceinline__ void for_each_tile(const BackwardSchedule& schedule, const BackwardParams& params,
                                               const ItemRing& ring, F f) {
-  for_each_item<kDraws>(ring, schedule.counter, schedule.num_items, [&](int index) {
+  for_each_item<kDraws>(ring, schedule.counter, block_index<Config>(), schedule.num_items, [&](int index) {
     const int section_items = schedule.section_parts * schedule.items;
     const int section = static_cast<unsigned>(index) / section_items,
               in_section = index - section * section_items;
@@ -443,7 +455,8 @@ struct BackwardLoader {
                    static_cast<int>(params.seqlen_kv),
                    ptx::kEvictFirst,
                    tail,
-                   tail_parity};
+                   tail_parity,
+                   first_column<Config>()};
     keys.template load<Config::kBlockN>(kIsQueries ? shared.sK(kv_stage, 0) : shared.sV(kv_stage, 0), full_kv,
                                         work.kv_head(params), work.n_start);
     RowLoader rows{kIsQueries ? arguments.q_map : arguments.dout_map,
@@ -452,7 +465,8 @@ struct BackwardLoader {
                    static_cast<int>(params.seqlen_q),
                    ptx::kEvictLast,
                    tail,
-                   keys.tail_parity};
+                   keys.tail_parity,
+                   first_column<Config>()};
     const int part_heads = arguments.part_heads;
     auto ring = kIsQueries ? q_ring : shared.dout_ring().at(q_ring);
 #pragma unroll 1
@@ -655,6 +669,7 @@ struct BackwardConsumer {
   typename BackwardShared<Config>::KvRing kv_ring = shared.kv_ring();
   typename BackwardShared<Config>::DqRing dq_ring = shared.dq_ring();
   bool is_first = false;  // is this the first block after a tile was written out?
+  typename Config::OtherHalf other_half = shared.other_half(4 * consumer + warp);
   // Where they are of planes: of this tile's scores; and what ds is multiplied by to be an operand for dk.
   std::conditional_t<Config::kPlanes, LogitScale, const LogitScale&> logit;
   float dk_factor = 1;
@@ -751,6 +766,8 @@ struct BackwardConsumer {
       issue_gradient(dv, p, shared.sP(ds_stage), sDout);
       if constexpr (Config::kWithDq) exchange();
     } else {
+      // The other consumer's products may still read the only buffer.
+      if constexpr (Config::kDsStages == 1) ptx::named_barrier_wait(1, 256);
       store_transposed(p, shared.sP(ds_stage));
       store_transposed(ds_operand, shared.sDs(ds_stage));
       exchange();
@@ -780,7 +797,7 @@ struct BackwardConsumer {
       q.release();  // each thread has read lse and delta by ordinary loads
     }
     q_ring.advance();
-    ds_stage ^= 1;
+    if constexpr (Config::kDsStages > 1) ds_stage ^= 1;
   }
 
   // The last tile's dk and dv leave from the places of ds and dq: both consumers' must have gone.
@@ -801,6 +818,7 @@ struct BackwardConsumer {
                                         Operand& ds_operand) {
     ptx::wgmma_wait<1>();
     ptx::keep_in_place(scores[0]);
+    other_half.add_to(scores[0]);
     read_stats<kEarlyTiles, kTiles>(lse_log2, shared.sLse(q_ring.stage));
     RowStats delta;
     read_stats<0, kEarlyTiles>(delta, shared.sDelta(q_ring.stage));
@@ -818,6 +836,7 @@ struct BackwardConsumer {
     make_room_for_ds();
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(ds[0]);
+    other_half.add_to(ds[0]);
     read_stats<kEarlyTiles, kTiles>(delta, shared.sDelta(q_ring.stage));
     uint32_t to = ds_row();
     ptx::make_opaque(to);
@@ -888,6 +907,7 @@ struct BackwardConsumer {
     }
     ptx::wgmma_wait<Config::kTakesTurns ? 0 : 1>();
     ptx::keep_in_place(scores[0]);
+    other_half.add_to(scores[0]);
     if constexpr (Config::kPolicy.may_stage_bias()) {
       if (has_staged_bias()) {
         add_staged_bias(scores[0], pairs, shared.bias(4 * consumer + warp), logit);
@@ -898,6 +918,7 @@ struct BackwardConsumer {
     if (Config::kTakesTurns) issue_ds();
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(ds[0]);
+    other_half.add_to(ds[0]);
     Operand for_dq;
 #pragma unroll
     for (int nt = 0; nt < kTiles; ++nt) {
@@ -1095,7 +1116,8 @@ struct BackwardConsumer {
     if (row0 < static_cast<int>(params.seqlen_kv) && ptx::elect_one()) {
 #pragma unroll
       for (int chunk = 0; chunk < Config::kOutChunks; ++chunk) {
-        const int column = (chunk0 + chunk) * Config::kRowColumns, offset = chunk * Config::kOutPitch;
+        const int column = first_column<Config>() + (chunk0 + chunk) * Config::kRowColumns;
+        const int offset = chunk * Config::kOutPitch;
         if (column < params.head_dim) {
           ptx::tensor_store(arguments.dk_map, sDk + offset, column, work.kv_head(params), row0, work.batch);
         }
@@ -1140,7 +1162,7 @@ struct BackwardConsumer {
   template <int kSumTiles>
   __device__ __forceinline__ void write_part(const float (&sum)[1][kSumTiles][4], const Fragments& to,
                                              const BackwardTileWork<Config>& work, int row, int chunk0) {
-    const int column = chunk0 * Config::kRowColumns,
+    const int column = first_column<Config>() + chunk0 * Config::kRowColumns,
               tiles = to.column_tiles - column / Fragments::kTileColumns;
     float4* tile = reinterpret_cast<float4*>(to.tile(work.batch, work.part, row, column)) + lane_id();
 #pragma unroll
@@ -1165,9 +1187,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::barrier_init(shared.tail(1), 1);
     if constexpr (Config::kWithDq) shared.dq_ring().init(Config::kConsumerWarps / Config::kDqParts, 1);
     shared.items().init((Config::kWithDq ? 3 : 2) + Config::kConsumerWarps);
+    for (int warp = 0; warp < Config::kConsumerWarps; ++warp) shared.other_half(warp).init();
     ptx::barrier_init_fence();
   }
   __syncthreads();
+  wait_for_other_half<Config>();
   ptx::wait_for_grid_before();
 
   auto for_each = [&]<bool kDraws = false>(auto f, std::bool_constant<kDraws> = {}) {
@@ -1193,6 +1217,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     BackwardConsumer<Config> consumer(arguments, shared, warpgroup - 1);
     for_each([&](const auto& work) { consumer.run(work); });
     if (ptx::elect_one()) ptx::tensor_store_wait_read();
+    wait_for_other_half<Config>();
   }
 }
 
@@ -1241,6 +1266,11 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
   if (!has_maps) return Status::not_served();
   if (const Status status = launch_lists(params, Config::Queries::shape(), context); status.failed()) {
     return status;
+  }
+  if constexpr (Config::kHasHalves) {
+    // Each block would draw an item of its own.
+    arguments.schedule.counter = nullptr;
+    return launch_tiles<Config>(backward_kernel<Config>, arguments.schedule.num_items, context, arguments);
   }
   const Status status = launch_early(backward_kernel<Config>, arguments.schedule.num_blocks, Config::kThreads,
                                      Config::kSharedBytes, context, arguments);

@@ -380,7 +380,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __syncthreads();
 
   auto for_each_tile = [&]<bool kDraws = false>(auto f, std::bool_constant<kDraws> = {}) {
-    for_each_item<kDraws>(shared.items(), arguments.counter, arguments.num_tiles,
+    for_each_item<kDraws>(shared.items(), arguments.counter, blockIdx.x, arguments.num_tiles,
                           [&](int tile) { f(typename Config::Tile(arguments.params, tile)); });
   };
   const int warpgroup = uniform(threadIdx.x / 128);

@@ -54,6 +54,7 @@
 #include "ptx/memory.h"
 #include "ptx/tensor_copy.h"
 #include "ptx/wgmma.h"
+#include "sm90/head_halves.cuh"
 #include "sm90/output.cuh"
 #include "sm90/product.cuh"
 #include "sm90/ring.cuh"
@@ -84,9 +85,10 @@ struct BackwardDqConfig {
   static constexpr bool kPlanes = !kIs16Bit<Arithmetic_>;
   using Arithmetic = std::conditional_t<kPlanes, float16, Arithmetic_>;  // of the products
   using Element = typename Arithmetic::Element;
-  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = backward_head_dim_v(kHeadDim);
+  static constexpr bool kHasHalves = has_halves(kHeadDim_);  // does a block have half of the columns?
+  static constexpr int kHeadDim = block_columns(kHeadDim_), kHeadDimV = backward_head_dim_v(kHeadDim);
   static constexpr PairPolicy kPolicy = kPolicy_;  // the pair options that the kernel handles
-  static constexpr BackwardDqTile kTile = backward_dq_tile(kHeadDim, kPolicy.is_general());
+  static constexpr BackwardDqTile kTile = backward_dq_tile(kHeadDim_, kPolicy.is_general());
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
   static constexpr int kBlockM = 64 * kConsumers, kBlockN = kTile.block_n, kStages = kTile.stages;
   using Keys = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/true, kBlockM, kBlockN>;
@@ -99,7 +101,11 @@ struct BackwardDqConfig {
   static constexpr int kQBytes = kChunks * kQChunkBytes, kDoutBytes = kChunksV * kQChunkBytes;
   static constexpr int kKBytes = kChunks * kKvChunkBytes, kVBytes = kChunksV * kKvChunkBytes;
   static constexpr int kDout = kQBytes, kK = kDout + kDoutBytes, kV = kK + kStages * kKBytes;
-  static constexpr int kBarriers = kV + kStages * kVBytes, kNumBarriers = 4 * kStages + 4;
+  using OtherHalf = sm90::OtherHalf<kBlockN / 8, kHasHalves ? 2 : 0>;  // of scores and of their gradients
+  static constexpr int kOthers = kV + kStages * kVBytes;
+  static constexpr int kBarriers = kOthers + 4 * kConsumers * OtherHalf::kBytes;
+  static constexpr int kOtherBarriers = 4 * kStages + 4;
+  static constexpr int kNumBarriers = kOtherBarriers + 4 * kConsumers * OtherHalf::kNumBarriers;
   static constexpr int kSharedBytes = kBarriers + 8 * kNumBarriers;
   static_assert(kKvChunkBytes % 1024 == 0, "wgmma wants tiles aligned to 1024 bytes");
   static_assert(kSharedBytes <= 227 * 1024);
@@ -121,6 +127,12 @@ struct BackwardDqShared {
   __device__ uint32_t q_full() const { return barrier(4 * Config::kStages); }
   __device__ uint32_t dout_full() const { return barrier(4 * Config::kStages + 1); }
   __device__ uint32_t tail(int warp) const { return barrier(4 * Config::kStages + 2 + warp); }
+  // By consumer warp.
+  using OtherHalf = typename Config::OtherHalf;
+  __device__ OtherHalf other_half(int warp) const {
+    return {base + Config::kOthers + warp * OtherHalf::kBytes,
+            {barrier(Config::kOtherBarriers + warp * OtherHalf::kNumBarriers)}};
+  }
 
  private:
   __device__ uint32_t barrier(int index) const { return base + Config::kBarriers + 8 * index; }
@@ -171,7 +183,9 @@ __device__ __forceinline__ void load_for_dq(const BackwardDqArguments& arguments
               work.mask.q_length,
               work.seqlen_q,
               ptx::kEvictFirst,
-              tail};
+              tail,
+              /*tail_parity=*/0,
+              first_column<Config>()};
   rows.template load<Config::kBlockM>(kIsKeys ? shared.sQ(0) : shared.sDout(0),
                                       kIsKeys ? shared.q_full() : shared.dout_full(), work.head,
                                       work.m_start);
@@ -182,7 +196,8 @@ __device__ __forceinline__ void load_for_dq(const BackwardDqArguments& arguments
               work.seqlen_kv,
               ptx::kEvictLast,
               tail,
-              rows.tail_parity};
+              rows.tail_parity,
+              first_column<Config>()};
   auto ring = kIsKeys ? shared.k_ring() : shared.v_ring();
   auto tile = [&](int stage) { return kIsKeys ? shared.sK(stage) : shared.sV(stage); };
   keys.template load<kBlockN>(tile(0), ring.full(), work.kv_head, work.keys.start(work.keys.count - 1));
@@ -222,6 +237,7 @@ struct BackwardDqConsumer {
   float dq[1][kHeadDim / 8][4];
   float lse_log2[2], delta[2];
   std::conditional_t<Config::kPlanes, LogitScale, const LogitScale&> logit;
+  typename Config::OtherHalf other_half = shared.other_half(uniform(threadIdx.x / 32) - 4);
   // Of the rows, where they are of planes: what ds and dq are multiplied by.
   float ds_factor[2], dq_factor[2];
 
@@ -291,6 +307,7 @@ struct BackwardDqConsumer {
     }
     ptx::wgmma_wait<1>();
     ptx::keep_in_place(scores[0]);
+    other_half.add_to(scores[0]);
     if constexpr (Config::kPolicy.others) transform_scores(scores, pairs, logit, row0, column0);
     for_each_accumulator(scores, [&](int, int h, int nt, int c) {
       float& x = scores[0][nt][2 * h + c];
@@ -308,6 +325,7 @@ struct BackwardDqConsumer {
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(ds[0]);
     v.release_by_warpgroup();
+    other_half.add_to(ds[0]);
     uint32_t operand[kBlockN / 16][4];
 #pragma unroll
     for (int nt = 0; nt < kBlockN / 8; ++nt) {
@@ -356,8 +374,9 @@ struct BackwardDqConsumer {
       return;
     }
     store_rows<Arithmetic, Config::kRowBytes>(dq, factor, shared.sQ(warp_row), Config::kQChunkBytes);
-    const OutputRows to{arguments.dq_map, arguments.params.head_dim, work.head, row0, work.seqlen_q,
-                        work.batch};
+    const OutputRows to{
+        arguments.dq_map, arguments.params.head_dim, work.head, row0, work.seqlen_q, work.batch,
+        first_column<Config>()};
     send_rows<Config::kChunks, Config::kRowColumns>(to, shared.sQ(warp_row), Config::kQChunkBytes);
   }
 };
@@ -375,10 +394,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::barrier_init(shared.dout_full(), 1);
     ptx::barrier_init(shared.tail(0), 1);
     ptx::barrier_init(shared.tail(1), 1);
+    for (int warp = 0; warp < 4 * Config::kConsumers; ++warp) shared.other_half(warp).init();
     ptx::barrier_init_fence();
   }
-  const BackwardDqWork<Config> work(arguments.params, blockIdx.x);
+  const BackwardDqWork<Config> work(arguments.params, block_index<Config>());
   __syncthreads();
+  wait_for_other_half<Config>();
 
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
@@ -392,6 +413,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else {
     ptx::acquire_registers<Config::kConsumerRegisters>();
     BackwardDqConsumer<Config>(arguments, shared, work, warpgroup - 1).run();
+    wait_for_other_half<Config>();
   }
 }
 
@@ -413,8 +435,8 @@ Status launch_backward_dq(const BackwardParams& params, const LaunchContext& con
   if (const Status status = launch_lists(params, Config::Keys::shape(), context); status.failed()) {
     return status;
   }
-  return launch(backward_dq_kernel<Config>, ceil_div(T, Config::kBlockM) * N * B, Config::kThreads,
-                Config::kSharedBytes, context, arguments);
+  return launch_tiles<Config>(backward_dq_kernel<Config>, ceil_div(T, Config::kBlockM) * N * B, context,
+                              arguments);
 }
 
 template <class Arithmetic, int kHeadDim>

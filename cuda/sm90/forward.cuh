@@ -23,6 +23,9 @@
 //   consumer 1               S1, V2       softmax 1    S0, V1       softmax 0    S3(u), V0    out, soft 3
 //                                                                   ^ consumer 0 crosses the tile boundary
 //
+// Above head dim 256 two thread blocks share a tile, with half of the columns each, and add each other's part of
+// the scores before the softmax (head_halves.cuh). They leave with their tile.
+//
 // Barriers. A ring has "full" and "empty" for each of its stages (ring.cuh). With TMA, a phase of "full" also
 // waits for the bytes; "bar" is a hardware barrier.
 //
@@ -78,6 +81,7 @@
 #include "ptx/memory.h"
 #include "ptx/tensor_copy.h"
 #include "ptx/wgmma.h"
+#include "sm90/head_halves.cuh"
 #include "sm90/output.cuh"
 #include "sm90/product.cuh"
 #include "sm90/ring.cuh"
@@ -112,7 +116,8 @@ struct ForwardConfig {
   using Arithmetic = std::conditional_t<kPlanes, float16, Arithmetic_>;  // of the products
   static constexpr int kNumPlanes = std::is_same_v<Arithmetic_, tf32x3> ? 2 : 1;
   using Element = typename Arithmetic::Element;
-  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kHasHalves = has_halves(kHeadDim_);       // does a block have half of the columns?
+  static constexpr int kHeadDim = block_columns(kHeadDim_);       // the columns of a block
   static constexpr ForwardTile kTile = kTile_;
   static constexpr PairPolicy kPolicy = kPolicy_;  // the pair options that the kernel handles
   static constexpr bool kIsSplit = kIsSplit_;      // are keys split over tiles? (key_parts.cuh)
@@ -134,7 +139,7 @@ struct ForwardConfig {
   using Tile = WorkTile<Keys, kConsumers, kPlanes>;
 
   // Shared memory, in this order: q [kQStages, kBlockM, kHeadDim], k and v [kStages, kBlockN, kHeadDim] each,
-  // out [kBlockM, out_columns], bias, WorkTiles, barriers. A tile [rows, kHeadDim] is kChunks tiles [rows,
+  // out [kBlockM, out_columns], bias, scores of the other half, WorkTiles, barriers. A tile [rows, kHeadDim] is kChunks tiles [rows,
   // kRowColumns], swizzled.
   static constexpr int kRowColumns = chunk_columns(kHeadDim), kRowBytes = 2 * kRowColumns;
   static constexpr int kChunks = ceil_div(kHeadDim, kRowColumns);
@@ -148,11 +153,14 @@ struct ForwardConfig {
   static constexpr int kOutColumns = kBufferColumns > 0 ? std::min(kBufferColumns, kHeadDim) : kHeadDim;
   static constexpr int kBias = kOut + kQChunkBytes * ceil_div(kBufferColumns, kRowColumns);
   using WarpBias = BiasBuffer</*kTransposed=*/false, kBlockN>;
-  static constexpr int kTiles = kBias + (kPolicy.may_stage_bias() ? 4 * kConsumers * WarpBias::kBytes : 0);
+  using OtherHalf = sm90::OtherHalf<kBlockN / 8, kHasHalves ? 1 : 0>;
+  static constexpr int kOthers = kBias + (kPolicy.may_stage_bias() ? 4 * kConsumers * WarpBias::kBytes : 0);
+  static constexpr int kTiles = kOthers + 4 * kConsumers * OtherHalf::kBytes;
   static_assert(kHeadDim % kOutColumns == 0);
   static constexpr int kTileStages = 2;
   static constexpr int kBarriers = kTiles + kTileStages * int{sizeof(Tile)};
-  static constexpr int kNumBarriers = 2 * (kQStages * kConsumers + 2 * kStages + kTileStages) + 2;
+  static constexpr int kOtherBarriers = 2 * (kQStages * kConsumers + 2 * kStages + kTileStages) + 2;
+  static constexpr int kNumBarriers = kOtherBarriers + 4 * kConsumers * OtherHalf::kNumBarriers;
   static constexpr int kSharedBytes = kBarriers + 8 * kNumBarriers;
   static_assert(kQChunkBytes % 1024 == 0 && kKvChunkBytes % 1024 == 0,
                 "wgmma wants tiles aligned to 1024 bytes");
@@ -189,8 +197,14 @@ struct ForwardShared {
   __device__ KvRing k_ring() const { return {barrier(TileRing::kNumBarriers)}; }
   __device__ KvRing v_ring() const { return {barrier(TileRing::kNumBarriers + KvRing::kNumBarriers)}; }
   __device__ QRing q_ring() const { return {barrier(TileRing::kNumBarriers + 2 * KvRing::kNumBarriers)}; }
-  __device__ uint32_t v_tail() const { return barrier(Config::kNumBarriers - 1); }
-  __device__ uint32_t tile_wanted() const { return barrier(Config::kNumBarriers - 2); }
+  __device__ uint32_t v_tail() const { return barrier(Config::kOtherBarriers - 1); }
+  __device__ uint32_t tile_wanted() const { return barrier(Config::kOtherBarriers - 2); }
+  // By consumer warp.
+  using OtherHalf = typename Config::OtherHalf;
+  __device__ OtherHalf other_half(int warp) const {
+    return {base + Config::kOthers + warp * OtherHalf::kBytes,
+            {barrier(Config::kOtherBarriers + warp * OtherHalf::kNumBarriers)}};
+  }
 
  private:
   __device__ uint32_t barrier(int index) const { return base + Config::kBarriers + 8 * index; }
@@ -212,7 +226,7 @@ struct ForwardScheduler {
     auto draw = [&](int without_counter) {
       return schedule.counter ? atomicAdd(schedule.counter, 1) : without_counter;
     };
-    for (int index = draw(blockIdx.x);;) {
+    for (int index = draw(block_index<Config>());;) {
       typename Config::Tile& tile = shared.tile(tile_ring.stage);
       tile_ring.wait_empty();
       write_tile<Config::kBlockN, Config::kIsSplit>(schedule, arguments.params, index, tile);
@@ -240,7 +254,8 @@ struct ForwardScheduler {
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         const int plane = chunk / Config::kChunks * static_cast<int>(arguments.params.batch);
         ptx::tensor_load(shared.sQ(q_ring.stage, 64 * consumer) + chunk * Config::kQChunkBytes,
-                         arguments.q_map, full, chunk % Config::kChunks * Config::kRowColumns, tile.head,
+                         arguments.q_map, full,
+                         first_column<Config>() + chunk % Config::kChunks * Config::kRowColumns, tile.head,
                          tile.m_start + 64 * consumer, plane + tile.batch, ptx::kEvictFirst);
       }
     }
@@ -327,8 +342,8 @@ struct ForwardLoader {
         const int plane = chunk / Config::kChunks * static_cast<int>(arguments.params.batch);
         ptx::tensor_load(sKv(stage) + chunk * Config::kKvChunkBytes + i * Config::kRowBytes,
                          kIsKeys ? arguments.k_map : arguments.v_map, barrier,
-                         chunk % Config::kChunks * Config::kRowColumns, kv_head, box_row, plane + outer,
-                         ptx::kEvictLast);
+                         first_column<Config>() + chunk % Config::kChunks * Config::kRowColumns, kv_head,
+                         box_row, plane + outer, ptx::kEvictLast);
       }
     }
   }
@@ -390,6 +405,7 @@ struct ForwardConsumer {
   KeyBlocks blocks;  // that this consumer's rows see
   std::conditional_t<Config::kPlanes, LogitScale, const LogitScale&> logit;  // of this tile's scores
   BiasSource bias_from;  // of this warp's rows; only where every bias is staged
+  typename Config::OtherHalf other_half = shared.other_half(uniform(threadIdx.x / 32) - 4);
 
   // What depends on the single pair, of the block whose scores are being formed. General form only.
   struct {
@@ -561,6 +577,7 @@ struct ForwardConsumer {
   // From scores of block n to probabilities; true if out must be multiplied by `factor`.
   template <bool kMasked>
   __device__ __forceinline__ bool soften(float (&scores)[1][Config::kBlockN / 8][4], int n) {
+    other_half.add_to(scores[0]);
     if constexpr (kPolicy.may_stage_bias()) {
       if (has_staged_bias()) {
         add_staged_bias(scores[0], pairs(), warp_bias(), logit);
@@ -801,7 +818,7 @@ struct ForwardConsumer {
       const int row = m_start + warp_row() + accumulator_row(0, h);
       if (row >= static_cast<int>(params.seqlen_q)) continue;
       const int64_t index = (int64_t{batch} * params.seqlen_q + row) * params.num_heads + head;
-      rows.store<Arithmetic>(part, index, end, out, h);
+      rows.store<Arithmetic>(part, index, end, out, h, first_column<Config>());
     }
   }
 
@@ -821,7 +838,7 @@ struct ForwardConsumer {
       if constexpr (Config::kPlanes) normalizer[h] = ldexpf(normalizer[h], exponent);
       hidden[h] = end.is_empty;
       const int row = row0 + accumulator_row(0, h);
-      if (lane_id() % 4 == 0 && row < seqlen_q) {
+      if (first_column<Config>() == 0 && lane_id() % 4 == 0 && row < seqlen_q) {
         static_cast<float*>(params.lse)[(int64_t{batch} * seqlen_q + row) * params.num_heads + head] =
             end.lse;
       }
@@ -849,9 +866,10 @@ struct ForwardConsumer {
       if (lane_id() == 0 && row0 < seqlen_q) {
 #pragma unroll
         for (int from = 0; from < Config::kOutColumns; from += Config::kRowColumns) {
-          if (column + from < params.head_dim_v) {
-            ptx::tensor_store(arguments.out_map, sOut + from / Config::kRowColumns * Config::kQChunkBytes,
-                              column + from, head, row0, batch);
+          const int to = first_column<Config>() + column + from;
+          if (to < params.head_dim_v) {
+            ptx::tensor_store(arguments.out_map, sOut + from / Config::kRowColumns * Config::kQChunkBytes, to,
+                              head, row0, batch);
           }
         }
         ptx::tensor_store_commit();
@@ -873,9 +891,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.q_ring().init(1, 4);
     ptx::barrier_init(shared.v_tail(), 1);
     ptx::barrier_init(shared.tile_wanted(), 1);
+    for (int warp = 0; warp < 4 * Config::kConsumers; ++warp) shared.other_half(warp).init();
     ptx::barrier_init_fence();
   }
   __syncthreads();
+  wait_for_other_half<Config>();
 
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
@@ -903,10 +923,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else {
       ForwardConsumer<Config, Config::kPolicy>(arguments, shared, consumer).run();
     }
+    wait_for_other_half<Config>();
   }
 }
 
-template <class Config>
+template <class Config, int kHeadDim>
 Status launch_forward(const ForwardParams& params, const LaunchContext& context) {
   using Element = typename Config::Element;
   ForwardArguments arguments{.params = params, .logit = LogitScale(params), .pairs = PairOptions(params)};
@@ -914,6 +935,8 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
                      context, &arguments.schedule)) {
     return Status::not_served();
   }
+  // Each block would draw a tile of its own.
+  if constexpr (Config::kHasHalves) arguments.schedule.counter = nullptr;
   const int64_t B = params.batch, T = params.seqlen_q;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
   const auto [outer, rows] = KeyAxes(params);
@@ -937,11 +960,10 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
     return status;
   }
   const int blocks = arguments.schedule.counter ? context.multiprocessors : arguments.schedule.num_tiles;
-  const Status status =
-      launch(forward_kernel<Config>, blocks, Config::kThreads, Config::kSharedBytes, context, arguments);
+  const Status status = launch_tiles<Config>(forward_kernel<Config>, blocks, context, arguments);
   if constexpr (Config::kIsSplit) {
     if (!status.failed()) {
-      return launch_combine<typename Config::Arithmetic, Config::kHeadDim>(params, context);
+      return launch_combine<typename Config::Arithmetic, kHeadDim>(params, context);
     }
   }
   return status;
@@ -961,20 +983,21 @@ Status forward(const ForwardParams& params, const LaunchContext& context) {
     constexpr ForwardTile kGeneral =
         kIsFine ? fine_forward_tile(kHeadDim, true) : general_forward_tile(kHeadDim);
     constexpr PairPolicy kPolicy = forward_stages_bias(kHeadDim) ? kAnyPairs : kAnyPairsUnstaged;
-    return launch_forward<ForwardConfig<Arithmetic, kHeadDim, kGeneral, kPolicy>>(params, context);
+    return launch_forward<ForwardConfig<Arithmetic, kHeadDim, kGeneral, kPolicy>, kHeadDim>(params, context);
   }
   if constexpr (kIs16Bit<Arithmetic>) {
     if (params.num_key_parts > 1) {
       constexpr ForwardTile kSplit = split_forward_tile(kHeadDim);
-      return launch_forward<ForwardConfig<Arithmetic, kHeadDim, kSplit, kNoPairs, /*kIsSplit=*/true>>(
-          params, context);
+      return launch_forward<ForwardConfig<Arithmetic, kHeadDim, kSplit, kNoPairs, /*kIsSplit=*/true>,
+                            kHeadDim>(params, context);
     }
   }
   const bool use_long = context.forced_tile < 0
                             ? is_long(kHeadDim, most_keys(params), params.options.is_causal)
                             : context.forced_tile == 1;
-  return use_long ? launch_forward<ForwardConfig<Arithmetic, kHeadDim, kLong, kNoPairs>>(params, context)
-                  : launch_forward<ForwardConfig<Arithmetic, kHeadDim, kShort, kNoPairs>>(params, context);
+  return use_long
+             ? launch_forward<ForwardConfig<Arithmetic, kHeadDim, kLong, kNoPairs>, kHeadDim>(params, context)
+             : launch_forward<ForwardConfig<Arithmetic, kHeadDim, kShort, kNoPairs>, kHeadDim>(params, context);
 }
 
 }  // namespace jax_flash::cuda::sm90

@@ -59,12 +59,12 @@ struct ItemReader {
   }
 };
 
-// f(item) for each item that the block takes: without a counter, the one that has its number. By a warp;
-// kDraws: by the one that draws for the others.
+// f(item) for each item that the block takes: without a counter, `item` alone. By a warp; kDraws: by the one
+// that draws for the others.
 template <bool kDraws, class F>
-__device__ __forceinline__ void for_each_item(const ItemRing& ring, int* counter, int num_items, F f) {
+__device__ __forceinline__ void for_each_item(const ItemRing& ring, int* counter, int item, int num_items,
+                                              F f) {
   ItemReader reader{ring};
-  int item = blockIdx.x;
 #pragma unroll 1
   do {
     if (counter) item = kDraws ? reader.draw(counter) : reader.read();

@@ -75,11 +75,12 @@ struct Float32Rows {
   }
 };
 
-// Where a warp's 16 rows go: an array [batch, length, heads, columns], from `row` on.
+// Where a warp's 16 rows go: an array [batch, length, heads, columns], from `row` and first_column on.
 struct OutputRows {
   const CUtensorMap& map;  // in boxes of 16 rows
   int64_t columns;
   int head, row, length, batch;
+  int first_column = 0;
 };
 
 // Sends the kChunks chunks of kColumns columns that store_rows() has left, and waits until they have been
@@ -91,8 +92,9 @@ __device__ __forceinline__ void send_rows(const OutputRows& to, uint32_t shared,
   if (to.row < to.length && ptx::elect_one()) {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      if (chunk * kColumns < to.columns) {
-        ptx::tensor_store(to.map, shared + chunk * pitch, chunk * kColumns, to.head, to.row, to.batch);
+      const int column = to.first_column + chunk * kColumns;
+      if (column < to.columns) {
+        ptx::tensor_store(to.map, shared + chunk * pitch, column, to.head, to.row, to.batch);
       }
     }
     ptx::tensor_store_commit();

@@ -13,8 +13,8 @@
 
 namespace jax_flash::cuda::sm90 {
 
-// Loads swizzled tiles, kChunks chunks with rows of kRowBytes, of one sequence of a tensor; a chunk begins
-// kColumns after the one before. Only the first `length` of `seqlen` rows count. The others may be NaN, and 0
+// Loads swizzled tiles, kChunks chunks with rows of kRowBytes, of one sequence of a tensor; the first begins at
+// first_column, each other one kColumns after the one before. Only the first `length` of `seqlen` rows count. The others may be NaN, and 0
 // * NaN is NaN: in a tile they become zeros, so that p = 0 is enough to mask a pair.
 template <int kChunks, int kRowBytes = kChunkRowBytes, int kColumns = kRowBytes / 2>
 struct TileLoader {
@@ -23,6 +23,7 @@ struct TileLoader {
   uint64_t policy;
   uint32_t tail_barrier;  // of this warp alone
   uint32_t tail_parity = 0;
+  int first_column = 0;
 
   // Does the tile that begins at `row` have rows that are in the tensor but do not count?
   template <int kRows>
@@ -36,7 +37,7 @@ struct TileLoader {
     ptx::barrier_arrive_expect(full, kChunks * kRows * kRowBytes);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      ptx::tensor_load(tile + chunk * kRows * kRowBytes, map, full, chunk * kColumns, head, row, batch,
+      ptx::tensor_load(tile + chunk * kRows * kRowBytes, map, full, first_column + chunk * kColumns, head, row, batch,
                        policy);
     }
   }

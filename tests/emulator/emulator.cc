@@ -17,6 +17,7 @@ namespace {
 
 constexpr int kWarp = 32, kStackBytes = 1 << 18, kMaxShared = 227 * 1024;
 constexpr uint32_t kFirstAddress = 1024;  // so that address 0 is an error
+constexpr uint32_t kOfPeer = 1u << 24;    // added to addresses of the other block of a cluster
 
 struct Copy {
   uint32_t to;
@@ -49,12 +50,14 @@ struct Thread {
 
 struct Machine {
   std::mutex mutex;  // one grid at a time
-  Thread threads[kMaxThreads];
-  Warp warps[kMaxThreads / kWarp];
-  Barrier block;
+  // Of all blocks of a cluster, one block after the other.
+  Thread threads[kMaxCluster * kMaxThreads];
+  Warp warps[kMaxCluster * kMaxThreads / kWarp];
+  Barrier blocks[kMaxCluster], cluster;
   std::byte* stacks = nullptr;
-  alignas(1024) uint8_t shared[kMaxShared];
-  int shared_bytes, num_threads, current;
+  alignas(1024) uint8_t shared[kMaxCluster][kMaxShared];
+  int shared_bytes, block_threads, num_threads, current;
+  unsigned first_block;  // of the cluster
   int step = 1;           // from a thread to the next one that runs
   int64_t idle_switches;  // since a thread last got on
   const std::function<void()>* kernel;
@@ -65,7 +68,8 @@ Machine machine;
 // `before`: the thread that will come back here; -1 if it has ended.
 void switch_to(int next, int before) {
   machine.current = next;
-  threadIdx.x = static_cast<unsigned>(next);
+  threadIdx.x = static_cast<unsigned>(next % machine.block_threads);
+  blockIdx.x = machine.first_block + static_cast<unsigned>(cluster_rank());
   if (before >= 0 && _setjmp(machine.threads[before].place) != 0) return;
   Thread& thread = machine.threads[next];
   if (thread.has_started) _longjmp(thread.place, 1);
@@ -85,7 +89,7 @@ void switch_to(int next, int before) {
 
 // Lets the other threads of the block get on.
 void yield() {
-  if (++machine.idle_switches > int64_t{4} * kMaxThreads) report_deadlock();
+  if (++machine.idle_switches > int64_t{4} * kMaxCluster * kMaxThreads) report_deadlock();
   int next = machine.current;
   do {
     next = (next + machine.step + machine.num_threads) % machine.num_threads;
@@ -115,7 +119,8 @@ void run_thread() {
   (*machine.kernel)();
   Thread& thread = machine.threads[machine.current];
   thread.is_done = true;
-  leave(machine.block);
+  leave(machine.blocks[cluster_rank()]);
+  leave(machine.cluster);
   leave(machine.warps[machine.current / kWarp].barrier);
   note_progress();
   int next = machine.current;
@@ -126,8 +131,9 @@ void run_thread() {
   setcontext(&machine.caller);
 }
 
-void run_block() {
-  machine.block = {.members = machine.num_threads};
+void run_cluster() {
+  machine.cluster = {.members = machine.num_threads};
+  for (Barrier& block : machine.blocks) block = {.members = machine.block_threads};
   // Shared memory holds anything: here NaN in every type.
   std::memset(machine.shared, 0xff, sizeof(machine.shared));
   for (int i = 0; i < machine.num_threads; ++i) {
@@ -142,34 +148,38 @@ void run_block() {
     thread.start.uc_stack.ss_size = kStackBytes;
     makecontext(&thread.start, run_thread, 0);
   }
-  begin_hopper_block();
+  const int blocks = machine.num_threads / machine.block_threads;
+  for (int rank = 0; rank < blocks; ++rank) begin_hopper_block(rank);
   machine.current = 0;
   note_progress();
   threadIdx.x = 0;
+  blockIdx.x = machine.first_block;
   machine.threads[0].has_started = true;
   swapcontext(&machine.caller, &machine.threads[0].start);
-  end_hopper_block();
+  for (int rank = 0; rank < blocks; ++rank) end_hopper_block(rank);
 }
 
 }  // namespace
 
-void launch(int64_t blocks, int threads, int shared_bytes, const std::function<void()>& kernel) {
+void launch(int64_t blocks, int threads, int shared_bytes, const std::function<void()>& kernel, int cluster) {
   const std::lock_guard lock(machine.mutex);
   if (threads > kMaxThreads || threads % kWarp != 0 || shared_bytes > kMaxShared) fail("launch is too large");
+  if (blocks % cluster != 0) fail("a grid is not of whole clusters");
   if (!machine.stacks) {
-    void* memory = mmap(nullptr, int64_t{kMaxThreads} * kStackBytes, PROT_READ | PROT_WRITE,
+    void* memory = mmap(nullptr, int64_t{kMaxCluster} * kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) fail("no memory for stacks");
     machine.stacks = static_cast<std::byte*>(memory);
   }
   machine.kernel = &kernel;
   machine.shared_bytes = shared_bytes;
-  machine.num_threads = threads;
+  machine.block_threads = threads;
+  machine.num_threads = cluster * threads;
   gridDim.x = static_cast<unsigned>(blocks);
   blockDim.x = static_cast<unsigned>(threads);
-  for (int64_t block = 0; block < blocks; ++block) {
-    blockIdx.x = static_cast<unsigned>(block);
-    run_block();
+  for (int64_t block = 0; block < blocks; block += cluster) {
+    machine.first_block = static_cast<unsigned>(block);
+    run_cluster();
   }
 }
 
@@ -193,20 +203,27 @@ void wait_until(const std::function<bool()>& condition, const char* what, int64_
   thread.what = "the block or the warp";
 }
 
-uint8_t* dynamic_shared() { return machine.shared; }
+int cluster_rank() { return machine.current / machine.block_threads; }
+
+uint8_t* dynamic_shared() { return machine.shared[cluster_rank()]; }
 
 uint32_t shared_address(const void* pointer) {
-  return kFirstAddress + static_cast<uint32_t>(static_cast<const uint8_t*>(pointer) - machine.shared);
+  return kFirstAddress + static_cast<uint32_t>(static_cast<const uint8_t*>(pointer) - dynamic_shared());
 }
+
+uint32_t peer_address(uint32_t address) { return address + kOfPeer; }
 
 void* at_shared_address(uint32_t address, int bytes) {
-  const int64_t offset = int64_t{address} - kFirstAddress;
+  const bool is_of_peer = address >= kOfPeer;
+  if (is_of_peer && machine.num_threads == machine.block_threads) fail("a block alone has no peer");
+  const int64_t offset = int64_t{address} - kFirstAddress - (is_of_peer ? kOfPeer : 0);
   if (offset < 0 || offset + bytes > machine.shared_bytes) fail("shared memory is accessed beyond its end");
   if (address % bytes != 0) fail("an address in shared memory is misaligned");
-  return machine.shared + offset;
+  return machine.shared[cluster_rank() ^ (is_of_peer ? 1 : 0)] + offset;
 }
 
-void wait_for_block() { wait(machine.block); }
+void wait_for_block() { wait(machine.blocks[cluster_rank()]); }
+void wait_for_cluster() { wait(machine.cluster); }
 
 const std::byte* exchange(const void* mine, int bytes) {
   Warp& warp = machine.warps[machine.current / kWarp];

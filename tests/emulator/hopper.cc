@@ -56,15 +56,18 @@ struct Block {
   Stores stores[kMaxThreads];
   Warpgroup warpgroups[kMaxThreads / 128];
 };
-Block block;
+Block blocks[kMaxCluster];
 uint64_t random_state = 1;
+
+Block& this_block() { return blocks[cluster_rank()]; }
+Block& other_block() { return blocks[cluster_rank() ^ 1]; }
 
 bool coin() {
   random_state = random_state * 6364136223846793005 + 1442695040888963407;
   return random_state >> 63;
 }
 
-Mbarrier& barrier_at(uint32_t address) {
+Mbarrier& barrier_at(uint32_t address, Block& block = this_block()) {
   at_shared_address(address, 8);
   const auto found = block.barriers.find(address);
   if (found == block.barriers.end()) fail("a barrier is used before it was initialized");
@@ -77,29 +80,31 @@ void end_phase_if_complete(Mbarrier& barrier) {
   ++barrier.phase;
 }
 
-void land(const Load& load) {
+void land(const Load& load, Block& block) {
   load.copy();
-  Mbarrier& barrier = barrier_at(load.barrier);
+  Mbarrier& barrier = barrier_at(load.barrier, block);
   barrier.bytes -= load.bytes;
   end_phase_if_complete(barrier);
   note_progress();
 }
 
 void land_loads_of(uint32_t barrier) {
+  Block& block = this_block();
   for (size_t i = 0; i < block.loads.size();) {
     if (block.loads[i].barrier == barrier) {
       const Load load = std::move(block.loads[i]);
       block.loads.erase(block.loads.begin() + static_cast<int64_t>(i));
-      land(load);
+      land(load, block);
     } else {
       ++i;
     }
   }
 }
 
-void begin_load(Load load) {
+// To the block that waits for it.
+void begin_load(Load load, Block& block = this_block()) {
   if (coin()) {
-    land(load);
+    land(load, block);
   } else {
     block.loads.push_back(std::move(load));
   }
@@ -142,8 +147,8 @@ void begin_store(std::function<void()> store) {
     store();
     store = [] {};
   }
-  block.stores[threadIdx.x].uncommitted.push_back(std::move(store));
-  block.stores[threadIdx.x].are_done = false;
+  this_block().stores[threadIdx.x].uncommitted.push_back(std::move(store));
+  this_block().stores[threadIdx.x].are_done = false;
 }
 
 float to_float(const void* element, bool is_half) {
@@ -216,7 +221,7 @@ void run_products(Warpgroup& warpgroup, int64_t count) {
   }
 }
 
-Warpgroup& my_warpgroup() { return block.warpgroups[threadIdx.x / 128]; }
+Warpgroup& my_warpgroup() { return this_block().warpgroups[threadIdx.x / 128]; }
 
 // This thread's products of the group that it has not committed yet.
 std::vector<Product>& open_group(Warpgroup& warpgroup) {
@@ -228,9 +233,10 @@ std::vector<Product>& open_group(Warpgroup& warpgroup) {
 
 }  // namespace
 
-void begin_hopper_block() { block = {}; }
+void begin_hopper_block(int rank) { blocks[rank] = {}; }
 
-void end_hopper_block() {
+void end_hopper_block(int rank) {
+  const Block& block = blocks[rank];
   if (!block.loads.empty()) fail("a load has not been waited for");
   for (int i = 0; i < kMaxThreads; ++i) {
     threadIdx.x = static_cast<unsigned>(i);
@@ -244,11 +250,11 @@ void end_hopper_block() {
 
 void init_barrier(uint32_t barrier, int arrivals) {
   at_shared_address(barrier, 8);
-  block.barriers[barrier] = {arrivals, arrivals, 0, 0};
+  this_block().barriers[barrier] = {arrivals, arrivals, 0, 0};
 }
 
-void arrive(uint32_t address, uint32_t expected_bytes) {
-  Mbarrier& barrier = barrier_at(address);
+void arrive(uint32_t address, uint32_t expected_bytes, bool at_peer) {
+  Mbarrier& barrier = barrier_at(address, at_peer ? other_block() : this_block());
   if (barrier.pending == 0) fail("more threads have arrived at a barrier than it counts");
   --barrier.pending;
   barrier.bytes += expected_bytes;
@@ -268,7 +274,7 @@ void wait_for_phase(uint32_t address, uint32_t parity) {
 }
 
 void arrive_at_named(int id, int threads, bool waits) {
-  NamedBarrier& barrier = block.named[id];
+  NamedBarrier& barrier = this_block().named[id];
   const int64_t phase = barrier.phase;
   if (++barrier.arrived == threads) {
     barrier.arrived = 0;
@@ -300,6 +306,12 @@ void load_bytes(uint32_t shared, const void* global, uint32_t bytes, uint32_t ba
               }});
 }
 
+void store_to_peer(uint32_t address, std::array<float, 4> values, uint32_t barrier) {
+  void* const to = at_shared_address(peer_address(address), sizeof(values));
+  begin_load({barrier, sizeof(values), [=] { std::memcpy(to, values.data(), sizeof(values)); }},
+             other_block());
+}
+
 void store_box(const CUtensorMap& map, uint32_t shared, Element first) {
   begin_store([=] {
     for_each_in_box(shared, map, first, [](uint32_t from, char* to) {
@@ -320,24 +332,24 @@ void add_floats(float* global, uint32_t shared, uint32_t bytes) {
 }
 
 void commit_stores() {
-  Stores& stores = block.stores[threadIdx.x];
+  Stores& stores = this_block().stores[threadIdx.x];
   stores.committed.push_back(std::move(stores.uncommitted));
   stores.uncommitted.clear();
 }
 
 void wait_for_stores(int pending_groups) {
-  auto& groups = block.stores[threadIdx.x].committed;
+  auto& groups = this_block().stores[threadIdx.x].committed;
   while (static_cast<int>(groups.size()) > pending_groups) {
     for (const auto& store : groups.front()) store();
     groups.pop_front();
   }
 }
 
-void note_stores_are_done() { block.stores[threadIdx.x].are_done = true; }
+void note_stores_are_done() { this_block().stores[threadIdx.x].are_done = true; }
 
 int64_t arrivals = 0;
 void note_arrival() {
-  if (!block.stores[threadIdx.x].are_done) fail("a block goes on while its stores may be underway");
+  if (!this_block().stores[threadIdx.x].are_done) fail("a block goes on while its stores may be underway");
   ++arrivals;
 }
 

@@ -13,11 +13,17 @@ enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
 struct cudaFuncAttributes {
   int ptxVersion;
 };
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeProgrammaticStreamSerialization,
+  cudaLaunchAttributeClusterDimension
+};
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
     int programmaticStreamSerializationAllowed;
+    struct {
+      unsigned x, y, z;
+    } clusterDim;
   } val;
 };
 struct cudaLaunchConfig_t {
@@ -55,8 +61,10 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
 template <class... Parameters>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Parameters&... parameters) {
-  emulator::launch(config->gridDim.x, static_cast<int>(config->blockDim.x),
-                   static_cast<int>(config->dynamicSmemBytes), [&] { kernel(parameters...); });
+  const bool in_pairs = config->attrs->id == cudaLaunchAttributeClusterDimension;
+  emulator::launch(
+      config->gridDim.x, static_cast<int>(config->blockDim.x), static_cast<int>(config->dynamicSmemBytes),
+      [&] { kernel(parameters...); }, in_pairs ? 2 : 1);
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {

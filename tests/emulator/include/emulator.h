@@ -1,4 +1,5 @@
-// Runs CUDA kernels on the host: one block after the other, each thread as a fiber with a stack of its own.
+// Runs CUDA kernels on the host: one block, or cluster of two, after the other, each thread as a fiber with a
+// stack of its own.
 // Fibers switch where threads wait for each other, at barriers of the block and at instructions of a whole
 // warp. Included before every source file. See tests/emulated.py.
 #pragma once
@@ -46,13 +47,20 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 namespace emulator {
 
-// Calls `kernel` in each thread of the grid.
-void launch(int64_t blocks, int threads, int shared_bytes, const std::function<void()>& kernel);
+// Calls `kernel` in each thread of the grid. As many blocks as a cluster has run side by side, one or two.
+inline constexpr int kMaxCluster = 2;
+void launch(int64_t blocks, int threads, int shared_bytes, const std::function<void()>& kernel,
+            int cluster = 1);
 
 // The block's dynamic shared memory, of which the kernels know addresses of 32 bits.
 uint8_t* dynamic_shared();
 uint32_t shared_address(const void* pointer);
 void* at_shared_address(uint32_t address, int bytes);
+
+// Which block of its cluster the current thread's is, and how at_shared_address knows an address there.
+int cluster_rank();
+uint32_t peer_address(uint32_t address);
+void wait_for_cluster();
 
 inline constexpr int kMaxThreads = 640;
 void wait_for_block();
@@ -66,8 +74,8 @@ void note_progress();
 [[noreturn]] void fail(const char* message);
 
 // Of hopper.h.
-void begin_hopper_block();
-void end_hopper_block();
+void begin_hopper_block(int rank);
+void end_hopper_block(int rank);
 // A thread tells other blocks that it has come so far. Its stores and additions must have ended.
 void note_arrival();
 

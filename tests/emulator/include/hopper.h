@@ -11,7 +11,7 @@ namespace emulator {
 
 // An mbarrier. A phase ends after its arrivals, when all expected bytes have come.
 void init_barrier(uint32_t barrier, int arrivals);
-void arrive(uint32_t barrier, uint32_t expected_bytes);
+void arrive(uint32_t barrier, uint32_t expected_bytes, bool at_peer = false);
 void wait_for_phase(uint32_t barrier, uint32_t parity);
 
 // The hardware's barriers 1 to 15.
@@ -22,6 +22,8 @@ using Element = std::array<int, 4>;
 void load_box(uint32_t shared, const CUtensorMap& map, uint32_t barrier, Element first);
 void store_box(const CUtensorMap& map, uint32_t shared, Element first);
 void load_bytes(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier);
+// To the other block of a cluster; both addresses are as there.
+void store_to_peer(uint32_t address, std::array<float, 4> values, uint32_t barrier);
 void add_floats(float* global, uint32_t shared, uint32_t bytes);
 void commit_stores();
 void wait_for_stores(int pending_groups);  // until all but the last groups have read shared memory

@@ -72,6 +72,7 @@ void store_to_shared(uint32_t shared, const T& from) {
   std::memcpy(emulator::at_shared_address(shared, sizeof(T)), &from, sizeof(T));
 }
 inline void load_shared_x4(uint32_t (&r)[4], uint32_t shared) { load_from_shared(r, shared); }
+inline void load_shared_x4(float (&r)[4], uint32_t shared) { load_from_shared(r, shared); }
 inline void store_shared_x4(uint32_t shared, const uint32_t (&r)[4]) { store_to_shared(shared, r); }
 inline void load_shared_x2(float (&r)[2], uint32_t shared) { load_from_shared(r, shared); }
 inline void store_shared_x4(uint32_t shared, const float (&r)[4]) { store_to_shared(shared, r); }

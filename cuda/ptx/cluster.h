@@ -1,0 +1,59 @@
+// Clusters of two thread blocks, which run side by side and write to each other's shared memory. Compute
+// capability 9.0.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_flash::cuda::ptx {
+
+// Which of the two this block is.
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Waits for all threads of both blocks that have not ended. By whole warps.
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+
+// The address, in the cluster, of what lies at `shared` in the other block.
+__device__ __forceinline__ uint32_t peer_address(uint32_t shared) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(cluster_rank() ^ 1));
+  return address;
+}
+
+// Stores 16 bytes to the other block asynchronously, and counts them on its `barrier`. Both are addresses in
+// the cluster.
+__device__ __forceinline__ void store_to_peer(uint32_t address, const float (&r)[4], uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+          address),
+      "f"(r[0]), "f"(r[1]), "f"(r[2]), "f"(r[3]), "r"(barrier)
+      : "memory");
+}
+
+// Arrives at a barrier of the other block. What this thread has read before may then be overwritten.
+__device__ __forceinline__ void arrive_at_peer(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Like barrier_wait, for what the other block does.
+__device__ __forceinline__ void barrier_wait_for_peer(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "wait_%=:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1, %2;\n"
+      "@!done bra wait_%=;\n"
+      "}" ::"r"(barrier),
+      "r"(parity), "r"(10'000'000)
+      : "memory");
+}
+
+}  // namespace jax_flash::cuda::ptx

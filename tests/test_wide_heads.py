@@ -1,0 +1,154 @@
+"""Head dims above 256: on a GPU two thread blocks of a cluster compute them together (cuda/sm90/head_halves.cuh)."""
+
+import dataclasses
+import functools
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import quick
+from cases import DTYPES, Bias, Case, Mask, Segments
+from test_derivatives import evaluate, evaluate_exactly, fused, gradient_tangent, point_of, tangent
+
+import jax_flash
+from jax_flash import _checks
+
+
+def case(name: str, *, h: int = 512, t: int = 80, s: int = 80, n: int = 2, k: int = 1, **options) -> Case:
+    sizes = dict(batch=options.pop("batch", 1), head_dim=h, head_dim_v=options.pop("hv", None))
+    return Case(
+        name, seqlen_q=t, seqlen_kv=s, num_heads=n, num_kv_heads=k, options=tuple(options.items()), **sizes
+    )
+
+
+CASES = [
+    case("full", t=150, s=131),
+    case("causal", t=200, s=200, is_causal=True),
+    case("window, offset", t=150, s=210, is_causal=True, local_window_size=(70, 0), query_offset=(50,)),
+    case("lengths", batch=3, query_seq_lengths=(80, 0, 65), key_value_seq_lengths=(80, 3, 64)),
+    case("a short sequence", t=40, s=50),
+    case("a row of tiles that see nothing", t=140, s=140, query_offset=(-70,), is_causal=True),
+    case("head dim 264", h=264),
+    case("head dim 320, values of 512", h=320, hv=512, s=70),
+    case("head dim 384, values of 8", h=384, hv=8, is_causal=True),
+    case("values wider", h=64, hv=448, s=131),
+    case("soft cap, sinks", logits_soft_cap=3.0, sinks=(0.5, -1.0)),
+    case("bias", t=90, s=131, bias=Bias("1NTS")),
+    case("mask", t=150, s=140, mask=Mask("B1TS")),
+    case("deterministic", t=150, s=140, is_causal=True, deterministic=True),
+    case(
+        "everything",
+        batch=2,
+        t=150,
+        s=140,
+        n=4,
+        k=2,
+        h=328,
+        hv=272,
+        scale=0.05,
+        is_causal=True,
+        local_window_size=(100, 3),
+        logits_soft_cap=3.0,
+        query_seq_lengths=(150, 101),
+        key_value_seq_lengths=(131, 140),
+        query_offset=(30, -20),
+        sinks=(0.3, 1.0, -1.0, 2.5),
+        bias=Bias("1NTS", dtype="float32"),
+        mask=Mask("BNTS", visible=0.8),
+        segment_ids=Segments((0, 1)),
+        dropout_seed=1,
+        dropout_rate=0.2,
+    ),
+]
+BY_NAME = {case.name: case for case in CASES}
+DTYPE = pytest.mark.parametrize("dtype", quick.rows(["bfloat16", "float16"], quick=["bfloat16"]))
+
+
+@DTYPE
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_is_close_to_exact(case, dtype, platform):
+    got, gradients = harness.run_with_operands(case, dtype)
+    harness.check(got, case, dtype, dtype)
+    harness.check_operands(gradients, case, dtype, dtype)
+
+
+@pytest.mark.parametrize("case", [BY_NAME["causal"], BY_NAME["everything"]], ids=str)
+def test_parts_of_the_query_heads(case, platform, monkeypatch):
+    if platform == "cpu":
+        pytest.skip("the CPU has no such parts")
+    asked = []
+    choice = jax_flash._kernel_choice
+    monkeypatch.setattr(choice, "num_head_parts", lambda *call: asked.append(call) or case.num_heads)
+    jax.clear_caches()
+    got, gradients = harness.run_with_operands(case, "bfloat16")
+    assert asked
+    harness.check(got, case, "bfloat16", "bfloat16")
+    harness.check_operands(gradients, case, "bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize("parts", [2, 5])
+@pytest.mark.parametrize("queries", [1, 70])
+def test_parts_of_the_keys(queries, parts, platform, monkeypatch):
+    if platform == "cpu":
+        pytest.skip("the CPU has no such parts")
+    row = case("parts", t=queries, s=700, h=320, hv=384, is_causal=True, query_offset=(640,))
+    asked = []
+    choice = jax_flash._kernel_choice
+    monkeypatch.setattr(choice, "num_key_parts", lambda *call: asked.append(call) or parts)
+    jax.clear_caches()
+    got = harness.run(row, "bfloat16")
+    assert asked
+    harness.check(got, row, "bfloat16", "bfloat16", names=("out", "lse"))
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_pages(page_size, platform):
+    row = case("pages", batch=2, t=3, s=320, n=4, k=2, h=512, is_causal=True, query_offset=(200, 309))
+    q, k, v, *_ = row.inputs(DTYPES["bfloat16"])
+    lengths = np.array([203, 312], np.int32)
+    keys, values, indices = harness.in_pages(k, v, lengths, page_size)
+    options = row.static | row.operands(DTYPES["bfloat16"])
+    attention = functools.partial(jax_flash.flash_attention, key_value_seq_lengths=lengths, **options)
+    want = jax.jit(attention)(q, k, v)
+    got = jax.jit(attention)(q, keys, values, page_indices=indices)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+@pytest.mark.parametrize("composition", [tangent, gradient_tangent])
+def test_derivatives(composition, platform):
+    """On a GPU in blocks of plain JAX."""
+    row = dataclasses.replace(BY_NAME["soft cap, sinks"], head_dim=320)
+    point = point_of(row, "bfloat16")
+    got = evaluate(
+        composition, fused(row, "bfloat16", forward_mode=composition is tangent), point, "bfloat16"
+    )
+    want = evaluate_exactly(composition, row, point)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.linalg.norm(a.astype(np.float64) - b) <= 2e-2 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dims", "capability", "message"),
+    [
+        ("bfloat16", (512, 512), "9.0", None),
+        ("float16", (8, 264), "9.0", None),
+        ("bfloat16", (520, 8), "9.0", "head dims up to 512 in bfloat16, got 520"),
+        ("bfloat16", (300, 300), "9.0", "must be multiples of 8, got 300"),
+        ("bfloat16", (512, 500), "9.0", "must be multiples of 8, got 500"),
+        ("bfloat16", (512, 512), "8.0", r"compute capability 9.0 \(H100, H200\), got 512 on a GPU \(8.0\)"),
+        ("float32", (512, 512), "9.0", "head dims up to 256 in float32, got 512"),
+        ("float64", (136, 136), "9.0", "head dims up to 128 in float64, got 136"),
+    ],
+)
+def test_what_is_refused(dtype, head_dims, capability, message, monkeypatch):
+    harness.set_local_gpus(monkeypatch, capability)
+    monkeypatch.setattr(_checks._ffi, "check_gpu_kernels", lambda: None)
+    monkeypatch.setattr(_checks._ffi, "build_info", lambda: {"kernels": ["forward sm80 float64 128"]})
+    check = functools.partial(_checks.check_cuda, jnp.dtype(dtype), head_dims, is_gradient=True)
+    if message is None:
+        check()
+        return
+    with pytest.raises(NotImplementedError, match=message):
+        check()
