@@ -150,6 +150,7 @@ class Use:
 
 LLAMA = dict(num_kv_heads=8, num_heads=32, head_dim=128)
 GEMMA = dict(num_kv_heads=8, num_heads=16, head_dim=256)
+GEMMA_GLOBAL = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 512}
 GPT_OSS = dict(num_kv_heads=8, num_heads=64, head_dim=64)
 CACHE = dict(is_cached=True, is_trained=False)
 
@@ -187,6 +188,7 @@ USES = (
     Use("packed", "fine-tuning, packed", 1, 16384, **LLAMA, is_causal=True, num_segments=16),
     Use("gemma", "Gemma", 2, 8192, **GEMMA, is_causal=True),
     Use("gemma_window", "Gemma: a local layer", 2, 8192, **GEMMA, is_causal=True, window=(1023, 0)),
+    Use("gemma_global", "Gemma 4: a global layer", 1, 8192, **GEMMA_GLOBAL, is_causal=True),
     Use("gpt_oss", "GPT-OSS", 1, 8192, **GPT_OSS, is_causal=True, window=(127, 0), has_sinks=True),
     Use("alibi", "MPT: ALiBi", 4, 2048, 32, 128, is_causal=True, has_alibi=True),
     # float32.
@@ -203,6 +205,7 @@ USES = (
     Use("decode_8x1024_pages_16", "decoding", 8, 1, **LLAMA, seqlen_kv=1024, page_size=16, **CACHE),
     Use("decode_window", "decoding, Mistral", 32, 1, **LLAMA, seqlen_kv=32768, window=(4095, 0), **CACHE),
     Use("decode_soft_cap", "decoding, Gemma 2", 32, 1, **GEMMA, seqlen_kv=8192, soft_cap=50.0, **CACHE),
+    Use("decode_512", "decoding, Gemma 4", 32, 1, **GEMMA_GLOBAL, seqlen_kv=8192, **CACHE),
     Use("decode_sinks", "decoding, GPT-OSS", 64, 1, **GPT_OSS, seqlen_kv=8192, has_sinks=True, **CACHE),
     Use("speculative", "speculative decoding", 16, 4, **LLAMA, seqlen_kv=8192, is_causal=True, **CACHE),
     Use("chunk", "a part of a prompt", 1, 512, **LLAMA, seqlen_kv=32768, is_causal=True, **CACHE),
