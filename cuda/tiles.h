@@ -307,7 +307,7 @@ constexpr BackwardDqTile backward_dq_tile(int head_dim, bool general) {
   if (head_dim <= 128) return general ? BackwardDqTile{64, 3} : BackwardDqTile{128, 2};  // 160, 192 KB
   if (head_dim <= 192) return general ? BackwardDqTile{32, 4} : BackwardDqTile{96, 2};   // 160, 200 KB
   if (head_dim <= 256) return {general ? 32 : 48, 2};                                    // 192, 224 KB
-  return {32, 2};                                                // 224 KB, of half of the columns
+  return {32, 2};  // 224 KB, of half of the columns
 }
 
 struct TangentTile {

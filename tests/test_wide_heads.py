@@ -34,7 +34,7 @@ CASES = [
     case("head dim 320, values of 512", h=320, hv=512, s=70),
     case("head dim 384, values of 8", h=384, hv=8, is_causal=True),
     case("values wider", h=64, hv=448, s=131),
-    case("soft cap, sinks", logits_soft_cap=3.0, sinks=(0.5, -1.0)),
+    case("soft cap, sinks", n=4, k=2, logits_soft_cap=3.0, sinks=(0.5, -1.0, 2.0, 0.0)),
     case("bias", t=90, s=131, bias=Bias("1NTS")),
     case("mask", t=150, s=140, mask=Mask("B1TS")),
     case("deterministic", t=150, s=140, is_causal=True, deterministic=True),

@@ -38,22 +38,10 @@ __device__ __forceinline__ void store_to_peer(uint32_t address, const float (&r)
       : "memory");
 }
 
-// Arrives at a barrier of the other block. What this thread has read before may then be overwritten.
+// Arrives at a barrier of the other block. It orders nothing: releases and acquires of the cluster's scope
+// would wait for all of the thread's stores to memory, and empty L1.
 __device__ __forceinline__ void arrive_at_peer(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Like barrier_wait, for what the other block does.
-__device__ __forceinline__ void barrier_wait_for_peer(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "wait_%=:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1, %2;\n"
-      "@!done bra wait_%=;\n"
-      "}" ::"r"(barrier),
-      "r"(parity), "r"(10'000'000)
-      : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 }  // namespace jax_flash::cuda::ptx

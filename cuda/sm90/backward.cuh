@@ -198,8 +198,8 @@ struct BackwardConfig {
   using Element = typename Arithmetic::Element;
   static constexpr bool kHasHalves = has_halves(kHeadDim_);  // does a block have half of the columns?
   static constexpr int kHeadDim = block_columns(kHeadDim_);  // the columns of a block
-  static constexpr PairPolicy kPolicy = kPolicy_;  // the pair options that the kernel handles
-  static constexpr bool kWithDq = kWithDq_;        // or dk and dv only
+  static constexpr PairPolicy kPolicy = kPolicy_;            // the pair options that the kernel handles
+  static constexpr bool kWithDq = kWithDq_;                  // or dk and dv only
   static constexpr BackwardTile kTile = backward_tile(kHeadDim_, kPolicy.is_general());
   static constexpr int kBlockM = kTile.block_m, kStages = kTile.stages, kKvStages = kTile.kv_stages;
   static constexpr int kHeadDimV = backward_head_dim_v(kHeadDim);  // the columns of v and dout
@@ -968,7 +968,8 @@ struct BackwardConsumer {
   template <int kDepth, int kAColumns = Config::kRowColumns>
   __device__ __forceinline__ void issue_scores(Scores& scores, uint32_t a_tile, uint32_t b_tile) {
     sm90::issue_scores<Arithmetic, kDepth, /*kAccumulate=*/false, kAColumns>(
-        scores, a_tile, Config::kKvChunkBytes, b_tile, Config::kQChunkBytes);
+        scores, own_tile<Config>(a_tile), Config::kKvChunkBytes, own_tile<Config>(b_tile),
+        Config::kQChunkBytes);
   }
 
   // sum, dk or dv, += p^T or ds^T [64, kBlockM] times this consumer's columns of rows, q or dout.
@@ -978,8 +979,8 @@ struct BackwardConsumer {
       issue_sum<Arithmetic, Config::kRowBytes>(sum, operand, rows, Config::kQChunkBytes);
     } else {
       const uint32_t columns = uniform(rows + consumer * (Config::kChunks / 2) * Config::kQChunkBytes);
-      issue_sum<Arithmetic, kBlockM, /*kAccumulate=*/true, Config::kRowBytes>(sum, tile, Config::kQChunkBytes,
-                                                                              columns, Config::kQChunkBytes);
+      issue_sum<Arithmetic, kBlockM, /*kAccumulate=*/true, Config::kRowBytes>(
+          sum, own_tile<Config>(tile), Config::kQChunkBytes, own_tile<Config>(columns), Config::kQChunkBytes);
     }
   }
 

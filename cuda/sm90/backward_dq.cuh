@@ -288,11 +288,12 @@ struct BackwardDqConsumer {
     const auto k = k_ring.uniform(), v = shared.v_ring().at(k);
     Scores scores, ds;
     k.wait_full();
-    issue_scores<Arithmetic, kHeadDim>(scores, uniform(shared.sQ(64 * consumer)), Config::kQChunkBytes,
-                                       shared.sK(k.stage), Config::kKvChunkBytes);
+    issue_scores<Arithmetic, kHeadDim>(scores, own_tile<Config>(uniform(shared.sQ(64 * consumer))),
+                                       Config::kQChunkBytes, own_tile<Config>(shared.sK(k.stage)),
+                                       Config::kKvChunkBytes);
     v.wait_full();
-    issue_scores<Arithmetic, Config::kHeadDimV>(ds, uniform(shared.sDout(64 * consumer)),
-                                                Config::kQChunkBytes, shared.sV(v.stage),
+    issue_scores<Arithmetic, Config::kHeadDimV>(ds, own_tile<Config>(uniform(shared.sDout(64 * consumer))),
+                                                Config::kQChunkBytes, own_tile<Config>(shared.sV(v.stage)),
                                                 Config::kKvChunkBytes);
 
     // ---- p = exp(q k^T - lse), and for the soft cap p (1 - tanh^2) ----
@@ -342,7 +343,8 @@ struct BackwardDqConsumer {
     }
 
     // ---- dq += ds k ----
-    issue_sum<Arithmetic, Config::kRowBytes>(dq, operand, shared.sK(k.stage), Config::kKvChunkBytes);
+    issue_sum<Arithmetic, Config::kRowBytes>(dq, operand, own_tile<Config>(shared.sK(k.stage)),
+                                             Config::kKvChunkBytes);
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(dq[0]);
     k.release_by_warpgroup();
@@ -374,9 +376,8 @@ struct BackwardDqConsumer {
       return;
     }
     store_rows<Arithmetic, Config::kRowBytes>(dq, factor, shared.sQ(warp_row), Config::kQChunkBytes);
-    const OutputRows to{
-        arguments.dq_map, arguments.params.head_dim, work.head, row0, work.seqlen_q, work.batch,
-        first_column<Config>()};
+    const OutputRows to{arguments.dq_map, arguments.params.head_dim, work.head, row0, work.seqlen_q,
+                        work.batch,       first_column<Config>()};
     send_rows<Config::kChunks, Config::kRowColumns>(to, shared.sQ(warp_row), Config::kQChunkBytes);
   }
 };

@@ -23,8 +23,8 @@
 //   consumer 1               S1, V2       softmax 1    S0, V1       softmax 0    S3(u), V0    out, soft 3
 //                                                                   ^ consumer 0 crosses the tile boundary
 //
-// Above head dim 256 two thread blocks share a tile, with half of the columns each, and add each other's part of
-// the scores before the softmax (head_halves.cuh). They leave with their tile.
+// Above head dim 256 two thread blocks share a tile, with half of the columns each, and add each other's part
+// of the scores before the softmax (head_halves.cuh). They leave with their tile.
 //
 // Barriers. A ring has "full" and "empty" for each of its stages (ring.cuh). With TMA, a phase of "full" also
 // waits for the bytes; "bar" is a hardware barrier.
@@ -116,8 +116,8 @@ struct ForwardConfig {
   using Arithmetic = std::conditional_t<kPlanes, float16, Arithmetic_>;  // of the products
   static constexpr int kNumPlanes = std::is_same_v<Arithmetic_, tf32x3> ? 2 : 1;
   using Element = typename Arithmetic::Element;
-  static constexpr bool kHasHalves = has_halves(kHeadDim_);       // does a block have half of the columns?
-  static constexpr int kHeadDim = block_columns(kHeadDim_);       // the columns of a block
+  static constexpr bool kHasHalves = has_halves(kHeadDim_);  // does a block have half of the columns?
+  static constexpr int kHeadDim = block_columns(kHeadDim_);  // the columns of a block
   static constexpr ForwardTile kTile = kTile_;
   static constexpr PairPolicy kPolicy = kPolicy_;  // the pair options that the kernel handles
   static constexpr bool kIsSplit = kIsSplit_;      // are keys split over tiles? (key_parts.cuh)
@@ -139,8 +139,8 @@ struct ForwardConfig {
   using Tile = WorkTile<Keys, kConsumers, kPlanes>;
 
   // Shared memory, in this order: q [kQStages, kBlockM, kHeadDim], k and v [kStages, kBlockN, kHeadDim] each,
-  // out [kBlockM, out_columns], bias, scores of the other half, WorkTiles, barriers. A tile [rows, kHeadDim] is kChunks tiles [rows,
-  // kRowColumns], swizzled.
+  // out [kBlockM, out_columns], bias, scores of the other half, WorkTiles, barriers. A tile [rows, kHeadDim]
+  // is kChunks tiles [rows, kRowColumns], swizzled.
   static constexpr int kRowColumns = chunk_columns(kHeadDim), kRowBytes = 2 * kRowColumns;
   static constexpr int kChunks = ceil_div(kHeadDim, kRowColumns);
   static constexpr int kQChunkBytes = kBlockM * kRowBytes, kKvChunkBytes = kBlockN * kRowBytes;
@@ -513,8 +513,8 @@ struct ForwardConsumer {
                                                    Config::kQPlaneBytes, sK, Config::kKvChunkBytes,
                                                    Config::kKvPlaneBytes);
     } else {
-      sm90::issue_scores<Arithmetic, kHeadDim>(scores, q_rows(), Config::kQChunkBytes, sK,
-                                               Config::kKvChunkBytes);
+      sm90::issue_scores<Arithmetic, kHeadDim>(scores, own_tile<Config>(q_rows()), Config::kQChunkBytes,
+                                               own_tile<Config>(sK), Config::kKvChunkBytes);
     }
   }
 
@@ -524,7 +524,7 @@ struct ForwardConsumer {
       issue_sum_of_planes<Arithmetic, Config::kRowBytes>(of_block, p, sV, Config::kKvChunkBytes,
                                                          Config::kKvPlaneBytes);
     } else {
-      issue_sum<Arithmetic, Config::kRowBytes>(out, p[0], sV, Config::kKvChunkBytes);
+      issue_sum<Arithmetic, Config::kRowBytes>(out, p[0], own_tile<Config>(sV), Config::kKvChunkBytes);
     }
   }
 
@@ -997,7 +997,8 @@ Status forward(const ForwardParams& params, const LaunchContext& context) {
                             : context.forced_tile == 1;
   return use_long
              ? launch_forward<ForwardConfig<Arithmetic, kHeadDim, kLong, kNoPairs>, kHeadDim>(params, context)
-             : launch_forward<ForwardConfig<Arithmetic, kHeadDim, kShort, kNoPairs>, kHeadDim>(params, context);
+             : launch_forward<ForwardConfig<Arithmetic, kHeadDim, kShort, kNoPairs>, kHeadDim>(params,
+                                                                                               context);
 }
 
 }  // namespace jax_flash::cuda::sm90

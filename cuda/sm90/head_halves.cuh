@@ -1,14 +1,14 @@
 // Head dims above 256: two thread blocks, a cluster, compute a tile together. Each has half of the columns of
 // every array, as in a kernel for half the head dim: neither shared memory nor registers have room for more.
-// Scores are sums over all columns, so each block adds the other's part to its own. Then both know all scores,
-// and each has its columns of the result.
+// Scores are sums over all columns, so each block adds the other's part to its own. Then both know all
+// scores, and each has its columns of the result.
 //
 //   block 0   s0 = q0 k0^T        s0 + s1   softmax   p v0
 //                           crossed
 //   block 1   s1 = q1 k1^T        s1 + s0   softmax   p v1
 //
-// A lane sends its part, in float32, to the lane of the other block that holds the same scores. Each of the two
-// computes the softmax: if they divided it, too, they would have to wait for each other a second time.
+// A lane sends its part, in float32, to the lane of the other block that holds the same scores. Each of the
+// two computes the softmax: if they divided it, too, they would have to wait for each other a second time.
 #pragma once
 
 #include <algorithm>
@@ -40,6 +40,13 @@ __device__ __forceinline__ unsigned block_index() {
   return Config::kHasHalves ? blockIdx.x / 2 : blockIdx.x;
 }
 
+// The address of a tile of this block as descriptors of products have it. In a cluster, bits above these say
+// which block's it is.
+template <class Config>
+__device__ __forceinline__ uint32_t own_tile(uint32_t address) {
+  return Config::kHasHalves ? address & ((1 << 18) - 1) : address;
+}
+
 // Before the other half is sent anything, and before this one's shared memory is given up.
 template <class Config>
 __device__ __forceinline__ void wait_for_other_half() {
@@ -56,8 +63,8 @@ Status launch_tiles(void (*kernel)(Parameters...), int64_t tiles, const LaunchCo
   return kLaunch(kernel, tiles, Config::kThreads, Config::kSharedBytes, context, parameters...);
 }
 
-// A warp's way to the scores [16, 8 * kTiles] of the other half, with room for kBuffers of its parts; 0: there is
-// no other half.
+// A warp's way to the scores [16, 8 * kTiles] of the other half, with room for kBuffers of its parts; 0:
+// there is no other half.
 //
 //   barrier      arrivals a phase               one phase        who waits   what it protects
 //   full         1: a lane of this warp, with   part             this warp   the other half's part
@@ -83,10 +90,10 @@ struct OtherHalf {
       const uint32_t part = buffers + ring.stage * kPartBytes + 16 * lane_id();
       const uint32_t to = ptx::peer_address(part), full = ptx::peer_address(ring.full());
       if (lane_id() == 0) ptx::barrier_arrive_expect(ring.full(), kPartBytes);
-      ptx::barrier_wait_for_peer(ring.empty(), ring.parity ^ 1);
+      ptx::barrier_wait(ring.empty(), ring.parity ^ 1);
 #pragma unroll
       for (int nt = 0; nt < kTiles; ++nt) ptx::store_to_peer(to + nt * kTileBytes, scores[nt], full);
-      ptx::barrier_wait_for_peer(ring.full(), ring.parity);
+      ptx::barrier_wait(ring.full(), ring.parity);
 #pragma unroll
       for (int nt = 0; nt < kTiles; ++nt) {
         float theirs[4];

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kWarp = 32, kStackBytes = 1 << 18, kMaxShared = 227 * 1024;
 constexpr uint32_t kFirstAddress = 1024;  // so that address 0 is an error
-constexpr uint32_t kOfPeer = 1u << 24;    // added to addresses of the other block of a cluster
+constexpr int kRankShift = 24;
 
 struct Copy {
   uint32_t to;
@@ -57,7 +57,7 @@ struct Machine {
   std::byte* stacks = nullptr;
   alignas(1024) uint8_t shared[kMaxCluster][kMaxShared];
   int shared_bytes, block_threads, num_threads, current;
-  unsigned first_block;  // of the cluster
+  unsigned first_block;   // of the cluster
   int step = 1;           // from a thread to the next one that runs
   int64_t idle_switches;  // since a thread last got on
   const std::function<void()>* kernel;
@@ -208,18 +208,22 @@ int cluster_rank() { return machine.current / machine.block_threads; }
 uint8_t* dynamic_shared() { return machine.shared[cluster_rank()]; }
 
 uint32_t shared_address(const void* pointer) {
-  return kFirstAddress + static_cast<uint32_t>(static_cast<const uint8_t*>(pointer) - dynamic_shared());
+  const auto offset = static_cast<uint32_t>(static_cast<const uint8_t*>(pointer) - dynamic_shared());
+  return shared_address_of(cluster_rank(), kFirstAddress + offset);
 }
 
-uint32_t peer_address(uint32_t address) { return address + kOfPeer; }
+uint32_t shared_address_of(int rank, uint32_t address) {
+  return (address & ((1u << kRankShift) - 1)) | static_cast<uint32_t>(rank) << kRankShift;
+}
 
-void* at_shared_address(uint32_t address, int bytes) {
-  const bool is_of_peer = address >= kOfPeer;
-  if (is_of_peer && machine.num_threads == machine.block_threads) fail("a block alone has no peer");
-  const int64_t offset = int64_t{address} - kFirstAddress - (is_of_peer ? kOfPeer : 0);
+void* at_shared_address(uint32_t address, int bytes, int rank) {
+  if (rank * machine.block_threads >= machine.num_threads) fail("a block alone has no peer");
+  const auto of = static_cast<int>(address >> kRankShift);
+  if (of != 0 && of != rank) fail("an address is of the other block");
+  const int64_t offset = int64_t{shared_address_of(0, address)} - kFirstAddress;
   if (offset < 0 || offset + bytes > machine.shared_bytes) fail("shared memory is accessed beyond its end");
   if (address % bytes != 0) fail("an address in shared memory is misaligned");
-  return machine.shared[cluster_rank() ^ (is_of_peer ? 1 : 0)] + offset;
+  return machine.shared[rank] + offset;
 }
 
 void wait_for_block() { wait(machine.blocks[cluster_rank()]); }

@@ -68,7 +68,7 @@ bool coin() {
 }
 
 Mbarrier& barrier_at(uint32_t address, Block& block = this_block()) {
-  at_shared_address(address, 8);
+  at_shared_address(address, 8, static_cast<int>(&block - blocks));
   const auto found = block.barriers.find(address);
   if (found == block.barriers.end()) fail("a barrier is used before it was initialized");
   return found->second;
@@ -307,7 +307,7 @@ void load_bytes(uint32_t shared, const void* global, uint32_t bytes, uint32_t ba
 }
 
 void store_to_peer(uint32_t address, std::array<float, 4> values, uint32_t barrier) {
-  void* const to = at_shared_address(peer_address(address), sizeof(values));
+  void* const to = at_shared_address(address, sizeof(values), cluster_rank() ^ 1);
   begin_load({barrier, sizeof(values), [=] { std::memcpy(to, values.data(), sizeof(values)); }},
              other_block());
 }

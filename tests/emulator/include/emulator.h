@@ -55,11 +55,12 @@ void launch(int64_t blocks, int threads, int shared_bytes, const std::function<v
 // The block's dynamic shared memory, of which the kernels know addresses of 32 bits.
 uint8_t* dynamic_shared();
 uint32_t shared_address(const void* pointer);
-void* at_shared_address(uint32_t address, int bytes);
 
-// Which block of its cluster the current thread's is, and how at_shared_address knows an address there.
+// Which block of its cluster the current thread's is. An address begins with the rank of its block in 8 bits,
+// as it does on Hopper; it may be 0, as in a descriptor.
 int cluster_rank();
-uint32_t peer_address(uint32_t address);
+uint32_t shared_address_of(int rank, uint32_t address);
+void* at_shared_address(uint32_t address, int bytes, int rank = cluster_rank());
 void wait_for_cluster();
 
 inline constexpr int kMaxThreads = 640;

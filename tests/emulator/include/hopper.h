@@ -22,7 +22,7 @@ using Element = std::array<int, 4>;
 void load_box(uint32_t shared, const CUtensorMap& map, uint32_t barrier, Element first);
 void store_box(const CUtensorMap& map, uint32_t shared, Element first);
 void load_bytes(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier);
-// To the other block of a cluster; both addresses are as there.
+// To the other block of a cluster, whose addresses these are.
 void store_to_peer(uint32_t address, std::array<float, 4> values, uint32_t barrier);
 void add_floats(float* global, uint32_t shared, uint32_t bytes);
 void commit_stores();
