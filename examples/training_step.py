@@ -3,7 +3,7 @@ r"""Times a training step of a decoder-only transformer with three implementatio
     python examples/training_step.py  # 362 million parameters, on a GPU
     python examples/training_step.py --depth 2 --width 256 --seq-len 512 --batch 1 \
         --attention jax_flash xla
-    python examples/training_step.py --context-parallel 2 --seq-len 65536  # on two GPUs
+    python examples/training_step.py --context-parallel 2 --seq-len 65536 --checkpoint  # on two GPUs
 
 The model is a GPT in bfloat16 with grouped-query attention and head dim 128. Forward pass, backward pass and AdamW
 update are one program. Only the attention differs: jax_flash, or `jax.nn` with cuDNN or XLA.
@@ -12,6 +12,9 @@ With `--context-parallel N` each of N devices has an N-th of every sequence, and
 `jax_flash.ring_attention`. XLA shards everything else, which works token by token. Tokens, labels and positions are in
 the order of the layout "zigzag", in which causal attention is equally much work for all devices. With the XLA flags of
 docs/long_context.md, keys and values travel while the kernels run.
+
+With `--checkpoint` the backward pass computes each layer again, except for its attention: a layer keeps its input, and
+of attention the output and the log-sum-exp, which the backward kernels need.
 """
 
 import argparse
@@ -84,13 +87,16 @@ class Transformer(nn.Module):
     num_kv_heads: int
     attention: Attention
     in_order: Callable[..., jax.Array]  # what brings a sequence into the order of the tokens
+    checkpoint: bool = False  # compute layers again in the backward pass?
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         place = self.param("position", nn.initializers.normal(0.02), (tokens.shape[1], self.width))
         x = nn.Embed(VOCABULARY, self.width, dtype=DTYPE)(tokens) + self.in_order(place, axis=0).astype(DTYPE)
-        blocks = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.depth)
-        x, _ = blocks(self.num_kv_heads, self.attention)(x, None)
+        kept = jax.checkpoint_policies.save_only_these_names("flash_attention_out", "flash_attention_lse")
+        block = nn.remat(Block, prevent_cse=False, policy=kept) if self.checkpoint else Block
+        blocks = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.depth)
+        x, _ = blocks(self.num_kv_heads, self.attention, name="blocks")(x, None)
         return nn.Dense(VOCABULARY, use_bias=False, dtype=x.dtype)(
             nn.LayerNorm(use_bias=False, dtype=x.dtype)(x)
         )
@@ -121,7 +127,9 @@ def measure(attention: str, options: argparse.Namespace) -> dict[str, Any]:
         return x if number == 1 else jax_flash.to_zigzag(x, number, axis)
 
     attend = ATTENTION[attention] if number == 1 else ring(mesh)
-    model = Transformer(options.width, options.depth, options.num_kv_heads, attend, in_order)
+    model = Transformer(
+        options.width, options.depth, options.num_kv_heads, attend, in_order, options.checkpoint
+    )
     optimizer = optax.adamw(1e-4)
     text = jax.random.randint(jax.random.key(1), (options.batch, options.seq_len + 1), 0, VOCABULARY)
     batch = [jax.device_put(in_order(x, axis=1), in_shards) for x in (text[:, :-1], text[:, 1:])]
@@ -164,6 +172,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--context-parallel", type=int, default=1, metavar="N", help="devices that share a sequence"
     )
+    parser.add_argument("--checkpoint", action="store_true", help="compute layers again in the backward pass")
     options = parser.parse_args(arguments)
     number, available = options.context_parallel, len(jax.devices())
     if not 1 <= number <= available:

@@ -94,6 +94,7 @@
 #include "delta.cuh"
 #include "launch.h"
 #include "mask.cuh"
+#include "masking.cuh"
 #include "pairs.cuh"
 #include "params.h"
 #include "planes.cuh"
@@ -644,8 +645,11 @@ struct BackwardLoader {
 
 // ---- A consumer: a warpgroup ----
 
-template <class Config>
+// kPolicy is that of the loop, which may be narrower than the kernel's.
+template <class Config, PairPolicy kPolicy>
 struct BackwardConsumer {
+  // Does anything but a mask stand between scores and probabilities?
+  static constexpr bool kIsGeneral = kPolicy.may_stage_bias() || kPolicy.others;
   using Arithmetic = typename Config::Arithmetic;
   static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   static constexpr int kQueries = Config::kQueries, kTiles = kQueries / 8, kSteps = kQueries / 16;
@@ -719,13 +723,13 @@ struct BackwardConsumer {
   // ---- One block of queries ----
 
   __device__ __forceinline__ bool has_staged_bias() const {
-    return is_present<Config::kPolicy.staged_bias>(
+    return is_present<kPolicy.staged_bias>(
         [&] { return arguments.pairs.bias_format == BiasFormat::kStaged; });
   }
 
   // Begins to copy the bias of the block of queries that begins at m_start.
   __device__ __forceinline__ void start_bias(const Pairs<true>& pairs, int n_start, int m_start) {
-    if constexpr (Config::kPolicy.may_stage_bias()) {
+    if constexpr (kPolicy.may_stage_bias()) {
       start_bias_copy(shared.bias(4 * consumer + warp), pairs, n_start + warp_row(), m_start + query_row());
     }
   }
@@ -743,7 +747,7 @@ struct BackwardConsumer {
     issue_scores<kHeadDim, Config::kKColumns>(scores, uniform(shared.sK(kv_ring.stage, key_row())),
                                               uniform(sQ + query_row() * Config::kRowBytes));
     RowStats lse_log2;
-    if constexpr (!Config::kPolicy.is_general()) read_stats<0, kEarlyTiles>(lse_log2, shared.sLse(stage));
+    if constexpr (!kIsGeneral) read_stats<0, kEarlyTiles>(lse_log2, shared.sLse(stage));
     auto issue_ds = [&] {
       dout.wait_full();
       issue_scores<Config::kHeadDimV>(ds, uniform(shared.sV(kv_ring.stage, key_row())),
@@ -754,11 +758,11 @@ struct BackwardConsumer {
     // ---- p = exp(q k^T - lse), ds = p * (dout v^T - delta) ----
     Operand p, ds_operand;
     const bool is_whole = work.mask.covers(m_start + query_row(), kQueries, work.n_start + key_row(), 64);
-    if constexpr (Config::kPolicy.is_general()) {
+    if constexpr (kIsGeneral) {
       weigh_general(work, pairs, m_start, next_m_start, is_whole, is_listed_whole, scores, ds, issue_ds, p,
                     ds_operand);
     } else {
-      weigh(work, m_start, is_whole, lse_log2, scores, ds, p, ds_operand);
+      weigh(work, pairs, m_start, is_whole, is_listed_whole, lse_log2, scores, ds, p, ds_operand);
     }
 
     // ---- dv += p^T dout, dq += ds k, dk += ds^T q ----
@@ -811,11 +815,15 @@ struct BackwardConsumer {
     }
   }
 
-  // Without pair options. Work that only needs the first product is spread over both sides of the wait for
-  // the second: it runs under that product, or mixes with what follows.
-  __device__ __forceinline__ void weigh(const BackwardTileWork<Config>& work, int m_start, bool is_whole,
-                                        RowStats& lse_log2, Scores& scores, Scores& ds, Operand& p,
-                                        Operand& ds_operand) {
+  // With no pair option but a mask. Work that only needs the first product is spread over both sides of the
+  // wait for the second: it runs under that product, or mixes with what follows.
+  __device__ __forceinline__ void weigh(const BackwardTileWork<Config>& work, const Pairs<true>& pairs,
+                                        int m_start, bool is_whole, bool is_listed_whole, RowStats& lse_log2,
+                                        Scores& scores, Scores& ds, Operand& p, Operand& ds_operand) {
+    PairBits<kTiles> visible[1];
+    if constexpr (kPolicy.may_have_mask()) {
+      if (!is_listed_whole) load_visible(visible, pairs, work.n_start + warp_row(), m_start + query_row());
+    }
     ptx::wgmma_wait<1>();
     ptx::keep_in_place(scores[0]);
     other_half.add_to(scores[0]);
@@ -832,6 +840,10 @@ struct BackwardConsumer {
       for (int nt = 0; nt < kTiles; ++nt) {
         hide(work, scores[0][nt], nt, m_start, nt < kEarlyTiles ? 0 : -INFINITY);  // of p, or of log2(p)
       }
+    }
+    if constexpr (kPolicy.may_have_mask()) {
+      static_assert(kEarlyTiles == kTiles);
+      if (!is_listed_whole) fill_unset(scores, visible, 0);
     }
     make_room_for_ds();
     ptx::wgmma_wait<0>();
@@ -899,16 +911,16 @@ struct BackwardConsumer {
                                                 Operand& ds_operand) {
     const int stage = q_ring.stage, row0 = work.n_start + warp_row(), column0 = m_start + query_row();
     PairBits<kTiles> visible[1]{{~0u}}, kept[1]{{~0u}};
-    if constexpr (Config::kPolicy.may_have_mask()) {
+    if constexpr (kPolicy.may_have_mask()) {
       if (!is_listed_whole) load_visible(visible, pairs, row0, column0);
     }
-    if constexpr (Config::kPolicy.others) {
+    if constexpr (kPolicy.others) {
       if (pairs.has_dropout()) draw_kept(kept, pairs, row0, column0);
     }
     ptx::wgmma_wait<Config::kTakesTurns ? 0 : 1>();
     ptx::keep_in_place(scores[0]);
     other_half.add_to(scores[0]);
-    if constexpr (Config::kPolicy.may_stage_bias()) {
+    if constexpr (kPolicy.may_stage_bias()) {
       if (has_staged_bias()) {
         add_staged_bias(scores[0], pairs, shared.bias(4 * consumer + warp), logit);
         if (next_m_start >= 0) start_bias(pairs, work.n_start, next_m_start);
@@ -943,9 +955,9 @@ struct BackwardConsumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& x = ds[0][nt][i];
-        if constexpr (Config::kPolicy.others) x = kept[0].test(nt, i) ? x * arguments.pairs.kept_factor : 0;
+        if constexpr (kPolicy.others) x = kept[0].test(nt, i) ? x * arguments.pairs.kept_factor : 0;
         x = tile[i] * (x - delta[i % 2]);
-        if constexpr (Config::kPolicy.others) x *= slope[i];
+        if constexpr (kPolicy.others) x *= slope[i];
       }
       round_ds(ds[0][nt], nt, ds_operand, for_dq);
     }
@@ -1110,7 +1122,7 @@ struct BackwardConsumer {
     __syncwarp();
     store_rows<Arithmetic, Config::kRowBytes>(dk, {arguments.logit.scale, arguments.logit.scale}, sDk,
                                               Config::kOutPitch);
-    const float kept_factor = Config::kPolicy.others ? arguments.pairs.kept_factor : 1;
+    const float kept_factor = kPolicy.others ? arguments.pairs.kept_factor : 1;
     store_rows<Arithmetic, Config::kRowBytes>(dv, {kept_factor, kept_factor}, sDv, Config::kOutPitch);
     ptx::async_proxy_fence();
     __syncwarp();
@@ -1138,7 +1150,7 @@ struct BackwardConsumer {
   __device__ __forceinline__ void scale_gradients(const BackwardTileWork<Config>& work) {
     const PlaneScales scales(arguments.params, work.batch, work.kv_head(arguments.params));
     const int ds_exponent = binade(dk_factor) + kPlaneTop + 1;
-    const float kept_factor = Config::kPolicy.others ? arguments.pairs.kept_factor : 1;
+    const float kept_factor = kPolicy.others ? arguments.pairs.kept_factor : 1;
     const float of_dk = ldexpf(arguments.logit.scale, scales.of_dk() - ds_exponent),
                 of_dv = ldexpf(kept_factor, scales.of_dv());
     for_each_accumulator(dk, [&](int mt, int h, int nt, int c) { dk[mt][nt][2 * h + c] *= of_dk; });
@@ -1215,8 +1227,16 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
   } else {
     ptx::acquire_registers<Config::kConsumerRegisters>();
-    BackwardConsumer<Config> consumer(arguments, shared, warpgroup - 1);
-    for_each([&](const auto& work) { consumer.run(work); });
+    auto consume = [&]<PairPolicy kPolicy>() {
+      BackwardConsumer<Config, kPolicy> consumer(arguments, shared, warpgroup - 1);
+      for_each([&](const auto& work) { consumer.run(work); });
+    };
+    constexpr bool kHasMaskLoop = Config::kPolicy.may_have_mask() && !Config::kTakesTurns;
+    if (kHasMaskLoop && arguments.pairs.mask_only) {
+      consume.template operator()<kHasMaskLoop ? kMaskOnly : Config::kPolicy>();
+    } else {
+      consume.template operator()<Config::kPolicy>();
+    }
     if (ptx::elect_one()) ptx::tensor_store_wait_read();
     wait_for_other_half<Config>();
   }
