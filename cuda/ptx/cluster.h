@@ -38,8 +38,8 @@ __device__ __forceinline__ void store_to_peer(uint32_t address, const float (&r)
       : "memory");
 }
 
-// Arrives at a barrier of the other block. It orders nothing: releases and acquires of the cluster's scope
-// would wait for all of the thread's stores to memory, and empty L1.
+// Arrives at a barrier of the other block, after this thread's reads of shared memory. A release in the scope
+// of the cluster would also wait for all stores to memory, and its acquire would empty L1.
 __device__ __forceinline__ void arrive_at_peer(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

@@ -270,13 +270,14 @@ struct BackwardConfig {
   static_assert(kByKeys || !kPolicy.may_stage_bias());
   static constexpr int kBias = kDq + kDqBytes;
   using OtherHalf = sm90::OtherHalf<kQueries / 8, kHasHalves ? 1 : 0>;
-  static constexpr int kOthers = kBias + (kPolicy.may_stage_bias() ? kConsumerWarps * WarpBias::kBytes : 0);
-  static constexpr int kLse = kOthers + kConsumerWarps * OtherHalf::kBytes,
+  static constexpr int kOtherScores =
+      kBias + (kPolicy.may_stage_bias() ? kConsumerWarps * WarpBias::kBytes : 0);
+  static constexpr int kLse = kOtherScores + kConsumerWarps * OtherHalf::kBytes,
                        kDelta = kLse + kStages * kBlockM * 4;
   static constexpr int kDsFactor = kDelta + kStages * kBlockM * 4;
   static constexpr int kBarriers = kDsFactor + (kPlanes ? kStages * kBlockM * 2 : 0),
-                       kOtherBarriers = 4 * kStages + 3 * kKvStages + (kWithDq ? 2 * kDqParts : 0) + 2,
-                       kNumBarriers = kOtherBarriers + kConsumerWarps * OtherHalf::kNumBarriers;
+                       kOwnBarriers = 4 * kStages + 3 * kKvStages + (kWithDq ? 2 * kDqParts : 0) + 2,
+                       kNumBarriers = kOwnBarriers + kConsumerWarps * OtherHalf::kNumBarriers;
   static constexpr int kItems = kBarriers + 8 * kNumBarriers, kSharedBytes = kItems + ItemRing::kBytes;
   static_assert(kQChunkBytes % 1024 == 0 && kKvChunkBytes % 1024 == 0,
                 "wgmma wants tiles aligned to 1024 bytes");
@@ -340,8 +341,8 @@ struct BackwardShared {
   // By consumer warp.
   using OtherHalf = typename Config::OtherHalf;
   __device__ OtherHalf other_half(int warp) const {
-    return {base + Config::kOthers + warp * OtherHalf::kBytes,
-            {barrier(Config::kOtherBarriers + warp * OtherHalf::kNumBarriers)}};
+    return {base + Config::kOtherScores + warp * OtherHalf::kBytes,
+            {barrier(Config::kOwnBarriers + warp * OtherHalf::kNumBarriers)}};
   }
 
  private:

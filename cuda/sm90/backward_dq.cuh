@@ -102,10 +102,10 @@ struct BackwardDqConfig {
   static constexpr int kKBytes = kChunks * kKvChunkBytes, kVBytes = kChunksV * kKvChunkBytes;
   static constexpr int kDout = kQBytes, kK = kDout + kDoutBytes, kV = kK + kStages * kKBytes;
   using OtherHalf = sm90::OtherHalf<kBlockN / 8, kHasHalves ? 2 : 0>;  // of scores and of their gradients
-  static constexpr int kOthers = kV + kStages * kVBytes;
-  static constexpr int kBarriers = kOthers + 4 * kConsumers * OtherHalf::kBytes;
-  static constexpr int kOtherBarriers = 4 * kStages + 4;
-  static constexpr int kNumBarriers = kOtherBarriers + 4 * kConsumers * OtherHalf::kNumBarriers;
+  static constexpr int kOtherScores = kV + kStages * kVBytes;
+  static constexpr int kBarriers = kOtherScores + 4 * kConsumers * OtherHalf::kBytes;
+  static constexpr int kOwnBarriers = 4 * kStages + 4;
+  static constexpr int kNumBarriers = kOwnBarriers + 4 * kConsumers * OtherHalf::kNumBarriers;
   static constexpr int kSharedBytes = kBarriers + 8 * kNumBarriers;
   static_assert(kKvChunkBytes % 1024 == 0, "wgmma wants tiles aligned to 1024 bytes");
   static_assert(kSharedBytes <= 227 * 1024);
@@ -130,8 +130,8 @@ struct BackwardDqShared {
   // By consumer warp.
   using OtherHalf = typename Config::OtherHalf;
   __device__ OtherHalf other_half(int warp) const {
-    return {base + Config::kOthers + warp * OtherHalf::kBytes,
-            {barrier(Config::kOtherBarriers + warp * OtherHalf::kNumBarriers)}};
+    return {base + Config::kOtherScores + warp * OtherHalf::kBytes,
+            {barrier(Config::kOwnBarriers + warp * OtherHalf::kNumBarriers)}};
   }
 
  private:

@@ -154,13 +154,14 @@ struct ForwardConfig {
   static constexpr int kBias = kOut + kQChunkBytes * ceil_div(kBufferColumns, kRowColumns);
   using WarpBias = BiasBuffer</*kTransposed=*/false, kBlockN>;
   using OtherHalf = sm90::OtherHalf<kBlockN / 8, kHasHalves ? 1 : 0>;
-  static constexpr int kOthers = kBias + (kPolicy.may_stage_bias() ? 4 * kConsumers * WarpBias::kBytes : 0);
-  static constexpr int kTiles = kOthers + 4 * kConsumers * OtherHalf::kBytes;
+  static constexpr int kOtherScores =
+      kBias + (kPolicy.may_stage_bias() ? 4 * kConsumers * WarpBias::kBytes : 0);
+  static constexpr int kTiles = kOtherScores + 4 * kConsumers * OtherHalf::kBytes;
   static_assert(kHeadDim % kOutColumns == 0);
   static constexpr int kTileStages = 2;
   static constexpr int kBarriers = kTiles + kTileStages * int{sizeof(Tile)};
-  static constexpr int kOtherBarriers = 2 * (kQStages * kConsumers + 2 * kStages + kTileStages) + 2;
-  static constexpr int kNumBarriers = kOtherBarriers + 4 * kConsumers * OtherHalf::kNumBarriers;
+  static constexpr int kOwnBarriers = 2 * (kQStages * kConsumers + 2 * kStages + kTileStages) + 2;
+  static constexpr int kNumBarriers = kOwnBarriers + 4 * kConsumers * OtherHalf::kNumBarriers;
   static constexpr int kSharedBytes = kBarriers + 8 * kNumBarriers;
   static_assert(kQChunkBytes % 1024 == 0 && kKvChunkBytes % 1024 == 0,
                 "wgmma wants tiles aligned to 1024 bytes");
@@ -197,13 +198,13 @@ struct ForwardShared {
   __device__ KvRing k_ring() const { return {barrier(TileRing::kNumBarriers)}; }
   __device__ KvRing v_ring() const { return {barrier(TileRing::kNumBarriers + KvRing::kNumBarriers)}; }
   __device__ QRing q_ring() const { return {barrier(TileRing::kNumBarriers + 2 * KvRing::kNumBarriers)}; }
-  __device__ uint32_t v_tail() const { return barrier(Config::kOtherBarriers - 1); }
-  __device__ uint32_t tile_wanted() const { return barrier(Config::kOtherBarriers - 2); }
+  __device__ uint32_t v_tail() const { return barrier(Config::kOwnBarriers - 1); }
+  __device__ uint32_t tile_wanted() const { return barrier(Config::kOwnBarriers - 2); }
   // By consumer warp.
   using OtherHalf = typename Config::OtherHalf;
   __device__ OtherHalf other_half(int warp) const {
-    return {base + Config::kOthers + warp * OtherHalf::kBytes,
-            {barrier(Config::kOtherBarriers + warp * OtherHalf::kNumBarriers)}};
+    return {base + Config::kOtherScores + warp * OtherHalf::kBytes,
+            {barrier(Config::kOwnBarriers + warp * OtherHalf::kNumBarriers)}};
   }
 
  private:
