@@ -150,7 +150,7 @@ class Use:
 
 LLAMA = dict(num_kv_heads=8, num_heads=32, head_dim=128)
 GEMMA = dict(num_kv_heads=8, num_heads=16, head_dim=256)
-GEMMA_GLOBAL = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 512}
+GEMMA_GLOBAL = dict(num_kv_heads=4, num_heads=8, head_dim=512)
 GPT_OSS = dict(num_kv_heads=8, num_heads=64, head_dim=64)
 CACHE = dict(is_cached=True, is_trained=False)
 

@@ -95,9 +95,12 @@ foreach(head_dim IN ITEMS 32 64)
   endif()
 endforeach()
 
-# This kernel takes the head dim in pieces: one serves every head dim.
-set(largest_16_bit ${JAX_FLASH_HEAD_DIMS})
+# This kernel takes the head dim in pieces: one serves every head dim that another kernel serves.
+set(largest_16_bit ${sm80_head_dims})
 set(largest_float32 ${sm80_head_dims})
+if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
+  set(largest_16_bit ${JAX_FLASH_HEAD_DIMS})
+endif()
 foreach(arithmetics IN ITEMS 16_bit float32)
   list(SORT largest_${arithmetics} COMPARE NATURAL)
   list(GET largest_${arithmetics} -1 largest_head_dim)

@@ -13,8 +13,8 @@ With `--context-parallel N` each of N devices has an N-th of every sequence, and
 the order of the layout "zigzag", in which causal attention is equally much work for all devices. With the XLA flags of
 docs/long_context.md, keys and values travel while the kernels run.
 
-With `--checkpoint` the backward pass computes each layer again, except for its attention: a layer keeps its input, and
-of attention the output and the log-sum-exp, which the backward kernels need.
+With `--checkpoint` the backward pass computes each layer again from its input. Of jax_flash's attention the output and
+the log-sum-exp are kept, which is what its backward kernels need, so its forward kernel does not run twice.
 """
 
 import argparse

@@ -22,9 +22,8 @@ from ._options import describe, static_int
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 _INT32 = np.iinfo(np.int32)
-_MAX_CUDA_HEAD_DIM = 256
-_MAX_CUDA_FLOAT64_HEAD_DIM = 128
-_MAX_HOPPER_HEAD_DIM = 512  # in 16 bits
+_MAX_CUDA_HEAD_DIMS = {2: 512, 4: 256, 8: 128}  # by the bytes of an element
+_MAX_PORTABLE_HEAD_DIM = 256  # above it only Hopper has kernels
 # Compute capabilities whose blocks have 99 KB of shared memory, and the largest head dim whose tiles fit there.
 _SMALL_GPUS = ("8.6", "8.9", "12.0", "12.1")
 _MAX_SMALL_GPU_GRADIENT_HEAD_DIM = {"float32": 128, "float64": 64}
@@ -213,14 +212,12 @@ def check_dropout_rng(dropout_rng: Any, rate: float) -> jax.Array | None:
     return rng
 
 
-def check_cuda(dtype: np.dtype, head_dims: tuple[int, int], *, is_gradient: bool) -> None:
+def check_cuda(
+    dtype: np.dtype, head_dims: tuple[int, int], *, is_gradient: bool, page_size: int | None = None
+) -> None:
     """Refuses calls that the CUDA kernels do not serve. Called when a call is lowered for a GPU."""
     head_dim = max(head_dims)
-    if dtype.itemsize == 2 and head_dim > _MAX_CUDA_HEAD_DIM:
-        _check_hopper(head_dims)
-        largest = _MAX_HOPPER_HEAD_DIM
-    else:
-        largest = _MAX_CUDA_FLOAT64_HEAD_DIM if dtype == jnp.float64 else _MAX_CUDA_HEAD_DIM
+    largest = _MAX_CUDA_HEAD_DIMS[dtype.itemsize]
     if head_dim > largest:
         raise NotImplementedError(
             f"The CUDA kernels support head dims up to {largest} in {dtype.name}, got {head_dim}. {_USE_XLA}"
@@ -232,7 +229,9 @@ def check_cuda(dtype: np.dtype, head_dims: tuple[int, int], *, is_gradient: bool
             "`pip install --force-reinstall --no-cache-dir -C cmake.define.JAX_FLASH_FLOAT64=ON`, with the head dim "
             '64 or 128 if you also pass JAX_FLASH_HEAD_DIMS, or pass implementation="xla".'
         )
-    largest = _MAX_SMALL_GPU_GRADIENT_HEAD_DIM.get(dtype.name, _MAX_CUDA_HEAD_DIM)
+    if head_dim > _MAX_PORTABLE_HEAD_DIM:
+        _check_wide_heads(dtype, head_dims, page_size)
+    largest = _MAX_SMALL_GPU_GRADIENT_HEAD_DIM.get(dtype.name, head_dim)
     if is_gradient and head_dim > largest:
         for device in _ffi.local_gpus():
             if device.compute_capability in _SMALL_GPUS:
@@ -242,20 +241,33 @@ def check_cuda(dtype: np.dtype, head_dims: tuple[int, int], *, is_gradient: bool
                 )
 
 
-def _check_hopper(head_dims: tuple[int, int]) -> None:
+def _check_wide_heads(dtype: np.dtype, head_dims: tuple[int, int], page_size: int | None) -> None:
+    over = f"Head dims over {_MAX_PORTABLE_HEAD_DIM}"
     for device in _ffi.local_gpus():
         if device.compute_capability != "9.0":
             raise NotImplementedError(
-                f"Head dims over {_MAX_CUDA_HEAD_DIM} need a GPU of compute capability 9.0 (H100, H200), got "
-                f"{max(head_dims)} on {device.device_kind} ({device.compute_capability}). {_USE_XLA}"
+                f"{over} need a GPU of compute capability 9.0 (H100, H200), got {max(head_dims)} on "
+                f"{device.device_kind} ({device.compute_capability}). {_USE_XLA}"
             )
     for head_dim in head_dims:
         if head_dim % 8:
             raise NotImplementedError(
-                f"On a GPU, head dims over {_MAX_CUDA_HEAD_DIM}, and those beside them, must be multiples of 8, got "
-                f"{head_dim}. Pad query and key with zeros and pass their scale, pad value, or pass "
-                'implementation="xla".'
+                f"{over} and those beside them must be multiples of 8 on a GPU, got {head_dim}. Pad with zeros and "
+                f'pass scale=1 / sqrt(the head dim before), or pass implementation="xla".'
             )
+    if page_size is not None and page_size % 8:
+        raise NotImplementedError(
+            f"With head dims over {_MAX_PORTABLE_HEAD_DIM}, a page's size must be a multiple of 8 on a GPU, got "
+            f"{page_size}. {_USE_XLA}"
+        )
+    names = (name.rsplit(" ", 1) for name in _ffi.build_info()["kernels"])
+    compiled = [int(size) for kind, size in names if kind == f"forward sm90 {dtype.name}"]
+    if max(compiled, default=0) < max(head_dims):
+        raise NotImplementedError(
+            f"This build of jax_flash has no kernel for head dim {max(head_dims)}. Install it again with 90 in "
+            "JAX_FLASH_CUDA_ARCHS and 512 in JAX_FLASH_HEAD_DIMS, as by default on an H100 or H200, or pass "
+            'implementation="xla".'
+        )
 
 
 def refuse_derivative_of_pages() -> None:

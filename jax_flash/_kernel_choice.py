@@ -121,27 +121,30 @@ def sums_dq(q, k, v, *, num_head_parts: int, is_deterministic: bool, hides_pairs
 def num_head_parts(q, k, v, is_causal: bool) -> int:
     """Into how many parts Hopper's backward kernel divides the query heads of all key heads; 0: it does not.
 
-    A tile has 128 keys (64 at head dim 256) of one part, and all multiprocessors should have about as many. So with
-    few key heads, or long causal tiles, a part is less than a key head's group. The sums of dk and dv of each part are
-    written and read in float32. Lengths, masks and windows, which change the tiles, are not looked at.
+    A tile has 128 keys (64 from head dim 256 on) of one part, and all multiprocessors should have about as many. So
+    with few key heads, or long causal tiles, a part is less than a key head's group. The sums of dk and dv of each part
+    are written and read in float32. Lengths, masks and windows, which change the tiles, are not looked at.
     """
     (B, T, N, _), (_, S, K, _) = q.shape, k.shape
     head_dim = _hopper_head_dim("backward", q, v)
     if not head_dim or not all(isinstance(size, int) for size in (B, T, N, S, K)) or N in (0, K):
         return 0
     group, blocks = N // K, -(-S // (128 if head_dim < 256 else 64))
+    multiprocessors = _HOPPER_MULTIPROCESSORS // (
+        2 if head_dim > 256 else 1
+    )  # two compute a tile of wide heads
     is_triangle = is_causal and T == S
     items = B * K * ((blocks + 1) // 2 if is_triangle else blocks)  # causal tiles are taken in pairs
 
     def busy(parts: int) -> float:
         """The share of the multiprocessors that is busy on the average."""
-        rounds = -(-items * parts // _HOPPER_MULTIPROCESSORS)
-        return items * parts / (rounds * _HOPPER_MULTIPROCESSORS) if rounds else 1
+        rounds = -(-items * parts // multiprocessors)
+        return items * parts / (rounds * multiprocessors) if rounds else 1
 
     def are_many(parts: int) -> bool:
         """Whether long causal tiles are taken one by one, which is faster (`has_many` of BackwardSchedule)."""
         tiles = B * K * parts * blocks
-        return is_triangle and blocks >= 64 and tiles >= 6 * _HOPPER_MULTIPROCESSORS * group // parts
+        return is_triangle and blocks >= 64 and tiles >= 6 * multiprocessors * group // parts
 
     # A tile that goes through few queries would take longer to write than to compute.
     divisors = [x for x in range(1, group + 1) if group % x == 0 and (x == 1 or T * group // x >= 1024)]

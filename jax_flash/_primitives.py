@@ -254,7 +254,9 @@ def _lower_cpu(call: Pass, ctx, *args, **params):
 
 def _lower_cuda(call: Pass, ctx, *args, **params):
     q, _, v = ctx.avals_in[:3]
-    _checks.check_cuda(q.dtype, (q.shape[-1], v.shape[-1]), is_gradient=call is BACKWARD)
+    page_size = v.shape[1] if call is PAGED_FORWARD else None
+    head_dims = q.shape[-1], v.shape[-1]
+    _checks.check_cuda(q.dtype, head_dims, is_gradient=call is BACKWARD, page_size=page_size)
     results = _lower_ffi(call, ctx, args, _workspace_avals(call, ctx.avals_in, **params), **params)
     # XLA may run the kernel twice if a scan stacks a result that the layer also uses, once straight into the stack (its
     # dynamic-slice fusion, seen with jax 0.11). It does not do so across a barrier.

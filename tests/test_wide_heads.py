@@ -11,6 +11,7 @@ import pytest
 import quick
 from cases import DTYPES, Bias, Case, Mask, Segments
 from test_derivatives import evaluate, evaluate_exactly, fused, gradient_tangent, point_of, tangent
+from test_edges import EMPTY
 
 import jax_flash
 from jax_flash import _checks
@@ -63,6 +64,17 @@ CASES = [
     ),
 ]
 BY_NAME = {case.name: case for case in CASES}
+
+
+@pytest.fixture(autouse=True)
+def _needs_hopper(request) -> None:
+    gpus = jax_flash._ffi.local_gpus()
+    if request.node.callspec.params.get("platform") == "cuda" and any(
+        gpu.compute_capability != "9.0" for gpu in gpus
+    ):
+        pytest.skip("needs Hopper")
+
+
 DTYPE = pytest.mark.parametrize("dtype", quick.rows(["bfloat16", "float16"], quick=["bfloat16"]))
 
 
@@ -103,6 +115,19 @@ def test_parts_of_the_keys(queries, parts, platform, monkeypatch):
     harness.check(got, row, "bfloat16", "bfloat16", names=("out", "lse"))
 
 
+@pytest.mark.parametrize("sinks", [None, (0.5, -1.0)], ids=["", "sinks"])
+@pytest.mark.parametrize("sizes", EMPTY.values(), ids=EMPTY.keys())
+def test_empty(sizes, sinks, platform):
+    b, t, s, n, k = sizes
+    row = case(
+        "empty", batch=b, t=t, s=s, n=n, k=k, hv=264, **({} if sinks is None else {"sinks": sinks[:n]})
+    )
+    got = harness.run(row, "bfloat16")
+    lse = -np.inf if sinks is None else np.broadcast_to(np.float32(sinks[:n]), (b, t, n))
+    for name, x in got._asdict().items():
+        np.testing.assert_array_equal(x, lse if name == "lse" else 0.0)
+
+
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_pages(page_size, platform):
     row = case("pages", batch=2, t=3, s=320, n=4, k=2, h=512, is_causal=True, query_offset=(200, 309))
@@ -130,23 +155,29 @@ def test_derivatives(composition, platform):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dims", "capability", "message"),
+    ("dtype", "head_dims", "page_size", "capability", "message"),
     [
-        ("bfloat16", (512, 512), "9.0", None),
-        ("float16", (8, 264), "9.0", None),
-        ("bfloat16", (520, 8), "9.0", "head dims up to 512 in bfloat16, got 520"),
-        ("bfloat16", (300, 300), "9.0", "must be multiples of 8, got 300"),
-        ("bfloat16", (512, 500), "9.0", "must be multiples of 8, got 500"),
-        ("bfloat16", (512, 512), "8.0", r"compute capability 9.0 \(H100, H200\), got 512 on a GPU \(8.0\)"),
-        ("float32", (512, 512), "9.0", "head dims up to 256 in float32, got 512"),
-        ("float64", (136, 136), "9.0", "head dims up to 128 in float64, got 136"),
+        ("bfloat16", (512, 512), None, "9.0", None),
+        ("bfloat16", (512, 512), 16, "9.0", None),
+        ("bfloat16", (8, 264), None, "9.0", None),
+        ("bfloat16", (515, 8), None, "8.0", "head dims up to 512 in bfloat16, got 515"),
+        ("bfloat16", (300, 300), None, "9.0", "must be multiples of 8 on a GPU, got 300"),
+        ("bfloat16", (512, 500), None, "9.0", "must be multiples of 8 on a GPU, got 500"),
+        ("bfloat16", (512, 512), 12, "9.0", "a page's size must be a multiple of 8 on a GPU, got 12"),
+        ("bfloat16", (512, 512), None, "8.0", r"9.0 \(H100, H200\), got 512 on a GPU \(8.0\)"),
+        ("float16", (512, 512), None, "9.0", "no kernel for head dim 512"),
+        ("float32", (512, 512), None, "9.0", "head dims up to 256 in float32, got 512"),
+        ("float64", (136, 136), None, "9.0", "head dims up to 128 in float64, got 136"),
     ],
 )
-def test_what_is_refused(dtype, head_dims, capability, message, monkeypatch):
+def test_what_is_refused(dtype, head_dims, page_size, capability, message, monkeypatch):
     harness.set_local_gpus(monkeypatch, capability)
+    kernels = ["forward sm90 bfloat16 512", "forward sm90 float16 256", "forward sm80 float64 128"]
     monkeypatch.setattr(_checks._ffi, "check_gpu_kernels", lambda: None)
-    monkeypatch.setattr(_checks._ffi, "build_info", lambda: {"kernels": ["forward sm80 float64 128"]})
-    check = functools.partial(_checks.check_cuda, jnp.dtype(dtype), head_dims, is_gradient=True)
+    monkeypatch.setattr(_checks._ffi, "build_info", lambda: {"kernels": kernels})
+    check = functools.partial(
+        _checks.check_cuda, jnp.dtype(dtype), head_dims, is_gradient=True, page_size=page_size
+    )
     if message is None:
         check()
         return

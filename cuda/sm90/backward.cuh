@@ -38,6 +38,9 @@
 //
 // With one stage of keys and values, k(u) and v(u) load behind the tile boundary.
 //
+// Above head dim 256 two thread blocks share a tile, with half of the columns each, and add each other's part
+// of scores and of dout v^T (head_halves.cuh). They leave with their tile.
+//
 // Barriers. A ring has "full" and "empty" for each of its stages (ring.cuh). With TMA, a phase of "full" also
 // waits for the bytes; "bar" is a hardware barrier.
 //
@@ -72,8 +75,8 @@
 //   bar 1        256: both consumers            block of         both        ds, and p^T where it is shared,
 //                                               queries, but                 until both have written it; at
 //                                               for kByKeys                  a tile's end, what dk and dv
-//                                               without dq;                  overwrite
-//                                               tile
+//                                               without dq;                  overwrite; with halves also ds
+//                                               tile                         and p^T of the block before
 //   bar 2        256: both consumers            tile, with dq    both        dk and dv, which leave from the
 //                                                                            places of ds and dq, until the
 //                                                                            next tile writes there
@@ -282,6 +285,7 @@ struct BackwardConfig {
   static_assert(kQChunkBytes % 1024 == 0 && kKvChunkBytes % 1024 == 0,
                 "wgmma wants tiles aligned to 1024 bytes");
   static_assert(kSharedBytes <= 227 * 1024);
+  static_assert(!kHasHalves || kHeadDim % kRowColumns == 0);
 };
 
 // Addresses in shared memory.
@@ -649,8 +653,8 @@ struct BackwardLoader {
 // kPolicy is that of the loop, which may be narrower than the kernel's.
 template <class Config, PairPolicy kPolicy>
 struct BackwardConsumer {
-  // Does anything but a mask stand between scores and probabilities?
-  static constexpr bool kIsGeneral = kPolicy.may_stage_bias() || kPolicy.others;
+  // May anything but a mask or a staged bias stand between scores and probabilities?
+  static constexpr bool kIsGeneral = kPolicy.others;
   using Arithmetic = typename Config::Arithmetic;
   static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   static constexpr int kQueries = Config::kQueries, kTiles = kQueries / 8, kSteps = kQueries / 16;
@@ -735,6 +739,17 @@ struct BackwardConsumer {
     }
   }
 
+  // Adds the staged bias, and begins to copy the next block's.
+  __device__ __forceinline__ void take_bias(const BackwardTileWork<Config>& work, const Pairs<true>& pairs,
+                                            int next_m_start, Scores& scores) {
+    if constexpr (kPolicy.may_stage_bias()) {
+      if (has_staged_bias()) {
+        add_staged_bias(scores[0], pairs, shared.bias(4 * consumer + warp), logit);
+        if (next_m_start >= 0) start_bias(pairs, work.n_start, next_m_start);
+      }
+    }
+  }
+
   // `next_m_start`: of this head, -1 if there is none; `is_listed_whole`: do mask and segments leave every
   // pair visible?
   __device__ __forceinline__ void block(const BackwardTileWork<Config>& work, const Pairs<true>& pairs,
@@ -763,7 +778,8 @@ struct BackwardConsumer {
       weigh_general(work, pairs, m_start, next_m_start, is_whole, is_listed_whole, scores, ds, issue_ds, p,
                     ds_operand);
     } else {
-      weigh(work, pairs, m_start, is_whole, is_listed_whole, lse_log2, scores, ds, p, ds_operand);
+      weigh(work, pairs, m_start, next_m_start, is_whole, is_listed_whole, lse_log2, scores, ds, p,
+            ds_operand);
     }
 
     // ---- dv += p^T dout, dq += ds k, dk += ds^T q ----
@@ -816,11 +832,12 @@ struct BackwardConsumer {
     }
   }
 
-  // With no pair option but a mask. Work that only needs the first product is spread over both sides of the
-  // wait for the second: it runs under that product, or mixes with what follows.
+  // With no pair option but a mask or a staged bias. Work that only needs the first product is spread over
+  // both sides of the wait for the second: it runs under that product, or mixes with what follows.
   __device__ __forceinline__ void weigh(const BackwardTileWork<Config>& work, const Pairs<true>& pairs,
-                                        int m_start, bool is_whole, bool is_listed_whole, RowStats& lse_log2,
-                                        Scores& scores, Scores& ds, Operand& p, Operand& ds_operand) {
+                                        int m_start, int next_m_start, bool is_whole, bool is_listed_whole,
+                                        RowStats& lse_log2, Scores& scores, Scores& ds, Operand& p,
+                                        Operand& ds_operand) {
     PairBits<kTiles> visible[1];
     if constexpr (kPolicy.may_have_mask()) {
       if (!is_listed_whole) load_visible(visible, pairs, work.n_start + warp_row(), m_start + query_row());
@@ -828,6 +845,7 @@ struct BackwardConsumer {
     ptx::wgmma_wait<1>();
     ptx::keep_in_place(scores[0]);
     other_half.add_to(scores[0]);
+    take_bias(work, pairs, next_m_start, scores);
     read_stats<kEarlyTiles, kTiles>(lse_log2, shared.sLse(q_ring.stage));
     RowStats delta;
     read_stats<0, kEarlyTiles>(delta, shared.sDelta(q_ring.stage));
@@ -921,12 +939,7 @@ struct BackwardConsumer {
     ptx::wgmma_wait<Config::kTakesTurns ? 0 : 1>();
     ptx::keep_in_place(scores[0]);
     other_half.add_to(scores[0]);
-    if constexpr (kPolicy.may_stage_bias()) {
-      if (has_staged_bias()) {
-        add_staged_bias(scores[0], pairs, shared.bias(4 * consumer + warp), logit);
-        if (next_m_start >= 0) start_bias(pairs, work.n_start, next_m_start);
-      }
-    }
+    take_bias(work, pairs, next_m_start, scores);
     transform_scores(scores[0], pairs, has_staged_bias(), logit, row0, column0);
     if (Config::kTakesTurns) issue_ds();
     ptx::wgmma_wait<0>();
@@ -1232,9 +1245,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       BackwardConsumer<Config, kPolicy> consumer(arguments, shared, warpgroup - 1);
       for_each([&](const auto& work) { consumer.run(work); });
     };
-    constexpr bool kHasMaskLoop = Config::kPolicy.may_have_mask() && !Config::kTakesTurns;
-    if (kHasMaskLoop && arguments.pairs.mask_only) {
-      consume.template operator()<kHasMaskLoop ? kMaskOnly : Config::kPolicy>();
+    constexpr bool kHasLoops = Config::kPolicy.is_general() && !Config::kTakesTurns;
+    constexpr bool kMayStageBias = kHasLoops && Config::kPolicy.may_stage_bias();
+    if (kHasLoops && arguments.pairs.mask_only) {
+      consume.template operator()<kHasLoops ? kMaskOnly : Config::kPolicy>();
+    } else if (kMayStageBias && arguments.pairs.staged_bias_only) {
+      consume.template operator()<kMayStageBias ? kStagedBiasOnly : Config::kPolicy>();
     } else {
       consume.template operator()<Config::kPolicy>();
     }
@@ -1265,7 +1281,8 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
   int32_t* const in_turns = Config::kWithDq ? turns(params) : nullptr;
   BackwardArguments arguments{
       .params = params,
-      .schedule{params, Config::kBlockN, context.multiprocessors, in_turns != nullptr},
+      .schedule{params, Config::kBlockN, context.multiprocessors / (Config::kHasHalves ? 2 : 1),
+                in_turns != nullptr},
       .dq_accum = dq_sums(params),
       .dk_parts = dk_parts(params),
       .dv_parts = dv_parts(params),
@@ -1317,6 +1334,9 @@ template <class Arithmetic, int kHeadDim>
 Status backward(const BackwardParams& params, const LaunchContext& context) {
   using Element = typename Arithmetic::Element;
   constexpr bool kPlanes = !kIs16Bit<Arithmetic>;
+  if constexpr (has_halves(kHeadDim)) {
+    if (context.compute_capability == 90 && has_no_pairs(params)) return clear_gradients(params, context);
+  }
   if (!is_served(params, context) || params.head_dim_v > backward_head_dim_v(kHeadDim))
     return Status::not_served();
   if (kPlanes && !params.planes) return Status::not_served();

@@ -17,6 +17,9 @@
 //   other units        p1     ds1            p0     ds0       | dq to the place of q, and out
 //                                                             ^ end of the tile
 //
+// Above head dim 256 two thread blocks share a tile, with half of the columns each, and add each other's part
+// of scores and of dout v^T (head_halves.cuh).
+//
 // Barriers. A ring has "full" and "empty" for each of its stages (ring.cuh). With TMA, a phase of "full" also
 // waits for the bytes; "bar" is a hardware barrier.
 //
@@ -109,6 +112,7 @@ struct BackwardDqConfig {
   static constexpr int kSharedBytes = kBarriers + 8 * kNumBarriers;
   static_assert(kKvChunkBytes % 1024 == 0, "wgmma wants tiles aligned to 1024 bytes");
   static_assert(kSharedBytes <= 227 * 1024);
+  static_assert(!kHasHalves || kHeadDim % kRowColumns == 0);
 };
 
 // Addresses in shared memory.
@@ -442,6 +446,9 @@ Status launch_backward_dq(const BackwardParams& params, const LaunchContext& con
 
 template <class Arithmetic, int kHeadDim>
 Status backward_dq(const BackwardParams& params, const LaunchContext& context) {
+  if constexpr (has_halves(kHeadDim)) {
+    if (context.compute_capability == 90 && has_no_pairs(params)) return {};  // backward() has cleared dq
+  }
   if (!is_served(params, context) || params.head_dim_v > backward_head_dim_v(kHeadDim))
     return Status::not_served();
   if (!kIs16Bit<Arithmetic> && !params.planes) return Status::not_served();

@@ -157,7 +157,7 @@ struct ForwardConfig {
   static constexpr int kOtherScores =
       kBias + (kPolicy.may_stage_bias() ? 4 * kConsumers * WarpBias::kBytes : 0);
   static constexpr int kTiles = kOtherScores + 4 * kConsumers * OtherHalf::kBytes;
-  static_assert(kHeadDim % kOutColumns == 0);
+  static_assert(kHeadDim % kOutColumns == 0 && (!kHasHalves || kHeadDim % kRowColumns == 0));
   static constexpr int kTileStages = 2;
   static constexpr int kBarriers = kTiles + kTileStages * int{sizeof(Tile)};
   static constexpr int kOwnBarriers = 2 * (kQStages * kConsumers + 2 * kStages + kTileStages) + 2;
@@ -972,6 +972,13 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
 
 template <class Arithmetic, int kHeadDim>
 Status forward(const ForwardParams& params, const LaunchContext& context) {
+  if constexpr (has_halves(kHeadDim)) {
+    if (context.compute_capability == 90 && has_no_pairs(params)) {
+      ForwardParams without_parts = params;
+      without_parts.num_key_parts = 0;
+      return launch_combine<Arithmetic, kHeadDim>(without_parts, context);
+    }
+  }
   if (!is_served(params, context)) return Status::not_served();
   if constexpr (!kIs16Bit<Arithmetic>) {
     if (!params.planes) return Status::not_served();

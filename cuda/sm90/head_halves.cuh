@@ -16,6 +16,7 @@
 
 #include "accumulator.cuh"
 #include "launch.h"
+#include "params.h"
 #include "ptx/barrier.h"
 #include "ptx/cluster.h"
 #include "ptx/memory.h"
@@ -45,6 +46,21 @@ __device__ __forceinline__ unsigned block_index() {
 template <class Config>
 __device__ __forceinline__ uint32_t own_tile(uint32_t address) {
   return Config::kHasHalves ? address & ((1 << 18) - 1) : address;
+}
+
+// Is there no pair of a query and a key? No portable kernel serves that for wide heads.
+inline bool has_no_pairs(const AttentionParams& params) {
+  return params.batch * params.num_heads * params.seqlen_q * params.seqlen_kv == 0;
+}
+
+inline Status clear_gradients(const BackwardParams& params, const LaunchContext& context) {
+  const int64_t rows = params.batch * params.seqlen_q * params.num_heads,
+                keys = params.batch * params.seqlen_kv * params.num_kv_heads;
+  cudaError_t error = cudaMemsetAsync(params.dq, 0, 2 * rows * params.head_dim, context.stream);
+  if (error == cudaSuccess) error = cudaMemsetAsync(params.dk, 0, 2 * keys * params.head_dim, context.stream);
+  if (error == cudaSuccess)
+    error = cudaMemsetAsync(params.dv, 0, 2 * keys * params.head_dim_v, context.stream);
+  return error;
 }
 
 // Before the other half is sent anything, and before this one's shared memory is given up.

@@ -15,8 +15,8 @@ namespace jax_flash::cuda::sm90 {
 
 // Loads swizzled tiles, kChunks chunks with rows of kRowBytes, of one sequence of a tensor; the first begins
 // at first_column, each other one kColumns after the one before. Only the first `length` of `seqlen` rows
-// count. The others may be NaN, and 0
-// * NaN is NaN: in a tile they become zeros, so that p = 0 is enough to mask a pair.
+// count. The others may be NaN, and 0 * NaN is NaN: in a tile they become zeros, so that p = 0 is enough to
+// mask a pair.
 template <int kChunks, int kRowBytes = kChunkRowBytes, int kColumns = kRowBytes / 2>
 struct TileLoader {
   const CUtensorMap& map;

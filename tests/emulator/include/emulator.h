@@ -1,7 +1,6 @@
 // Runs CUDA kernels on the host: one block, or cluster of two, after the other, each thread as a fiber with a
-// stack of its own.
-// Fibers switch where threads wait for each other, at barriers of the block and at instructions of a whole
-// warp. Included before every source file. See tests/emulated.py.
+// stack of its own. Fibers switch where threads wait for each other, at barriers of the block and at
+// instructions of a whole warp. Included before every source file. See tests/emulated.py.
 #pragma once
 
 #include <bit>
