@@ -157,11 +157,15 @@ def cuda_settings(
         jax_flash._library.set_test_settings()
 
 
+def is_hopper() -> bool:
+    """Whether there are GPUs, all of them Hopper's."""
+    gpus = _ffi.local_gpus()
+    return bool(gpus and all(gpu.compute_capability == "9.0" for gpu in gpus))
+
+
 def has_planes() -> bool:
     """Whether float32 at the default precision runs as planes (cuda/planes.cuh) on a GPU."""
-    gpus = _ffi.local_gpus()
-    is_built = any(" sm90 tf32 " in name for name in _ffi.build_info()["kernels"])
-    return bool(is_built and gpus and all(gpu.compute_capability == "9.0" for gpu in gpus))
+    return is_hopper() and any(" sm90 tf32 " in name for name in _ffi.build_info()["kernels"])
 
 
 def without_planes():

@@ -24,7 +24,7 @@ LONG_LENGTHS = (320, 383, 385, 449, 512, 513, 640, 700, 1025)
 CACHE_LENGTHS = (200, 255, 256, 257, 319, 511, 513, 700, 1000, 1023, 1025, 1300, 2049, 4097, 4500)
 HEAD_DIMS = (*(1, 2, 3, 8, 16, 24, 31, 32, 33, 40, 48, 63, 65, 72, 80, 96, 97, 104, 127), *[64, 128] * 4)
 WIDE_HEAD_DIMS = (129, 136, 160, 191, 192, 193, 200, 224, 255, 256, 257, 300)
-MAX_CUDA_HEAD_DIMS = {"float64": 128}  # in other dtypes 256
+
 # Limits of pairs of query and key, over all heads, batch elements and loop turns: about one second, and ten.
 PAIRS = 150_000
 MANY_PAIRS = 1_500_000
@@ -370,6 +370,12 @@ class _Dice:
         return float(f"{np.exp(self.rng.uniform(np.log(low), np.log(high))):.3g}")
 
 
+def max_cuda_head_dim(dtype: str) -> int:
+    if dtype == "float64":
+        return 128
+    return 512 if dtype in ("bfloat16", "float16") and harness.is_hopper() else 256
+
+
 def draw(seed: int, platform: str) -> RandomCase:
     """The case of a seed. Platforms differ only in dtype, precision and the largest head dim."""
     dice = _Dice(seed)
@@ -384,8 +390,11 @@ def draw(seed: int, platform: str) -> RandomCase:
     if dice.chance(0.3):
         more["deterministic"] = dice.pick([True, False])
 
-    largest = MAX_CUDA_HEAD_DIMS.get(dtype, 256) if platform == "cuda" else max(WIDE_HEAD_DIMS)
+    largest = max_cuda_head_dim(dtype) if platform == "cuda" else max(WIDE_HEAD_DIMS)
     case, has_batch, loop_sizes = _draw_sizes(dice, str(seed), largest)
+    if platform == "cuda" and max(case.head_dim, case.head_dim_v) > 256:  # both must be multiples of 8
+        h, hv = (-(-size // 8) * 8 for size in (case.head_dim, case.head_dim_v))
+        case = dataclasses.replace(case, head_dim=h, head_dim_v=hv)
     options = _draw_options(dice, case, dtype, has_batch)
     magnitude = dice.pick([1.0] * 8 + [8.0, 30.0])
     if "scale" in options or case.head_dim > 128:

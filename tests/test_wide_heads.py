@@ -68,10 +68,7 @@ BY_NAME = {case.name: case for case in CASES}
 
 @pytest.fixture(autouse=True)
 def _needs_hopper(request) -> None:
-    gpus = jax_flash._ffi.local_gpus()
-    if request.node.callspec.params.get("platform") == "cuda" and any(
-        gpu.compute_capability != "9.0" for gpu in gpus
-    ):
+    if request.node.callspec.params.get("platform") == "cuda" and not harness.is_hopper():
         pytest.skip("needs Hopper")
 
 
