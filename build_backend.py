@@ -48,7 +48,7 @@ _CUDA_PACKAGES = (
 # The compiler of CUDA 12.9.1. CUDA 12.8.0 to 12.9.0 miscompile causal masks.
 _OLDEST_NVCC = (12, 9, 86)
 _OLDEST_GPU = 80  # ten times its compute capability
-# What compiling takes on one of two cores of an AMD EPYC: for the CPU, for the default list of GPUs, for one kind of GPU.
+# What compiling takes on one of two cores of an AMD EPYC: for the CPU, the default list of GPUs, one kind of GPU.
 _CPU_SECONDS, _GPU_SECONDS, _ONE_GPU_SECONDS = 60, 1900, 1200
 
 _DEPS = Path("build/deps").absolute()  # hooks run in the root of the source tree
