@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _ffi
+from . import _ffi, _kernel_choice
 from ._alibi import Alibi
 from ._operands import sum_dtype
 from ._options import describe, static_int
@@ -260,9 +260,7 @@ def _check_wide_heads(dtype: np.dtype, head_dims: tuple[int, int], page_size: in
             f"With head dims over {_MAX_PORTABLE_HEAD_DIM}, a page's size must be a multiple of 8 on a GPU, got "
             f"{page_size}. {_USE_XLA}"
         )
-    names = (name.rsplit(" ", 1) for name in _ffi.build_info()["kernels"])
-    compiled = [int(size) for kind, size in names if kind == f"forward sm90 {dtype.name}"]
-    if max(compiled, default=0) < max(head_dims):
+    if not _kernel_choice.kernel_head_dim("forward sm90", dtype, max(head_dims)):
         raise NotImplementedError(
             f"This build of jax_flash has no kernel for head dim {max(head_dims)}. Install it again with 90 in "
             "JAX_FLASH_CUDA_ARCHS and 512 in JAX_FLASH_HEAD_DIMS, as by default on an H100 or H200, or pass "

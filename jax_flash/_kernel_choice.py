@@ -90,7 +90,7 @@ def num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions)
 def _is_decoding(q, k, v) -> bool:
     """Whether the forward kernel for few queries serves a call without dropout."""
     (seqlen_q, num_heads), num_kv_heads = q.shape[-3:-1], k.shape[-2]
-    head_dim = _kernel_head_dim("decode sm80", q.dtype, max(q.shape[-1], v.shape[-1]))
+    head_dim = kernel_head_dim("decode sm80", q.dtype, max(q.shape[-1], v.shape[-1]))
     most_rows = 64 if q.dtype.itemsize * head_dim <= 512 else 32  # of a key head: decode_tile in cuda/tiles.h
     is_short = seqlen_q <= _library.constants()["kDecodeQueries"]
     return head_dim > 0 and is_short and seqlen_q * (num_heads // num_kv_heads) <= most_rows
@@ -109,7 +109,7 @@ def sums_dq(q, k, v, *, num_head_parts: int, is_deterministic: bool, hides_pairs
     if (
         is_short
         and not num_head_parts
-        and _kernel_head_dim("short_backward sm80", q.dtype, max(q.shape[-1], v.shape[-1]))
+        and kernel_head_dim("short_backward sm80", q.dtype, max(q.shape[-1], v.shape[-1]))
     ):
         return False
     head_dim = _hopper_head_dim("backward", q, v)
@@ -130,9 +130,8 @@ def num_head_parts(q, k, v, is_causal: bool) -> int:
     if not head_dim or not all(isinstance(size, int) for size in (B, T, N, S, K)) or N in (0, K):
         return 0
     group, blocks = N // K, -(-S // (128 if head_dim < 256 else 64))
-    multiprocessors = _HOPPER_MULTIPROCESSORS // (
-        2 if head_dim > 256 else 1
-    )  # two compute a tile of wide heads
+    at_a_tile = 2 if head_dim > 256 else 1  # thread blocks, each on a multiprocessor
+    multiprocessors = _HOPPER_MULTIPROCESSORS // at_a_tile
     is_triangle = is_causal and T == S
     items = B * K * ((blocks + 1) // 2 if is_triangle else blocks)  # causal tiles are taken in pairs
 
@@ -162,10 +161,10 @@ def _hopper_head_dim(direction: str, q, v, arithmetic: str | None = None) -> int
         return 0
     # The gradient's kernel for 192 takes values of up to 128 (backward_head_dim_v in cuda/tiles.h).
     smallest = 193 if direction == "backward" and v.shape[-1] > 128 else 1
-    return _kernel_head_dim(f"{direction} sm90", q.dtype, max(*head_dims, smallest), arithmetic)
+    return kernel_head_dim(f"{direction} sm90", q.dtype, max(*head_dims, smallest), arithmetic)
 
 
-def _kernel_head_dim(kind: str, dtype, head_dim: int, arithmetic: str | None = None) -> int:
+def kernel_head_dim(kind: str, dtype, head_dim: int, arithmetic: str | None = None) -> int:
     """The head dim of the compiled kernel that serves this one; 0 if there is none. kind: such as "forward sm80"."""
     # But for planes, tf32x3 has the same head dims as tf32.
     arithmetic = arithmetic or ("tf32" if dtype == jnp.float32 else dtype.name)
@@ -194,7 +193,7 @@ def num_bias_parts(q, k, dbias) -> int:
 
 def has_tangent_kernel(q, k, v) -> bool:
     """Whether the CUDA kernels for tangents take such head dims."""
-    return _kernel_head_dim("tangent sm80", q.dtype, max(q.shape[-1], v.shape[-1])) > 0
+    return kernel_head_dim("tangent sm80", q.dtype, max(q.shape[-1], v.shape[-1])) > 0
 
 
 def backward_tangent_fits(q, k, v) -> bool:
@@ -202,4 +201,4 @@ def backward_tangent_fits(q, k, v) -> bool:
     gpus = _ffi.local_gpus()
     has_room = gpus and all(gpu.compute_capability in _LARGE_SHARED_MEMORY for gpu in gpus)
     largest = {2: (128, 256), 4: (64, 128), 8: (0, 64)}[q.dtype.itemsize][bool(has_room)]
-    return 0 < _kernel_head_dim("backward_tangent sm80", q.dtype, max(q.shape[-1], v.shape[-1])) <= largest
+    return 0 < kernel_head_dim("backward_tangent sm80", q.dtype, max(q.shape[-1], v.shape[-1])) <= largest

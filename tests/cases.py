@@ -142,30 +142,30 @@ class Segments:
         return self.pair or case.seqlen_q != case.seqlen_kv
 
 
-def _case(name: str, *, batch=2, t=80, s=80, n=2, k=2, h=64, hv=None, magnitude=1.0, **options) -> Case:
+def case(name: str, *, batch=2, t=80, s=80, n=2, k=2, h=64, hv=None, magnitude=1.0, **options) -> Case:
     return Case(name, batch, t, s, n, k, h, hv, tuple(options.items()), magnitude)
 
 
 CASES = [
-    _case("full"),
-    _case("blocks", t=256, s=256),
-    _case("causal", is_causal=True),
-    _case("causal blocks", t=320, s=320, is_causal=True),
-    _case("tiles, causal", batch=1, t=520, s=520, h=128, is_causal=True),
-    _case("tiles, head dim 128", t=333, s=300, n=4, k=2, h=128),
-    _case("tiles, head dim 112", batch=1, t=90, s=140, h=112),
-    _case("tiles, window", batch=1, t=450, s=700, h=128, local_window_size=(90, 5), query_offset=200),
-    _case("tiles, lengths", t=300, s=400, h=72, query_seq_lengths=(300, 65), key_value_seq_lengths=(333, 1)),
-    _case("causal, more keys", t=65, s=200, is_causal=True),
-    _case("causal, more queries", t=200, s=65, is_causal=True),
-    _case("causal, bottom right", t=65, s=200, is_causal=True, query_offset=135),
-    _case("causal, negative offset", t=130, s=70, is_causal=True, query_offset=-65),
-    _case("causal, offset per batch", t=40, s=150, is_causal=True, query_offset=(110, -3)),
-    _case("window", t=150, s=150, local_window_size=20),
-    _case("window left", t=150, s=150, local_window_size=(33, 0)),
-    _case("window right", t=150, s=150, local_window_size=(0, 70)),
-    _case("window of one", local_window_size=0),
-    _case(
+    case("full"),
+    case("blocks", t=256, s=256),
+    case("causal", is_causal=True),
+    case("causal blocks", t=320, s=320, is_causal=True),
+    case("tiles, causal", batch=1, t=520, s=520, h=128, is_causal=True),
+    case("tiles, head dim 128", t=333, s=300, n=4, k=2, h=128),
+    case("tiles, head dim 112", batch=1, t=90, s=140, h=112),
+    case("tiles, window", batch=1, t=450, s=700, h=128, local_window_size=(90, 5), query_offset=200),
+    case("tiles, lengths", t=300, s=400, h=72, query_seq_lengths=(300, 65), key_value_seq_lengths=(333, 1)),
+    case("causal, more keys", t=65, s=200, is_causal=True),
+    case("causal, more queries", t=200, s=65, is_causal=True),
+    case("causal, bottom right", t=65, s=200, is_causal=True, query_offset=135),
+    case("causal, negative offset", t=130, s=70, is_causal=True, query_offset=-65),
+    case("causal, offset per batch", t=40, s=150, is_causal=True, query_offset=(110, -3)),
+    case("window", t=150, s=150, local_window_size=20),
+    case("window left", t=150, s=150, local_window_size=(33, 0)),
+    case("window right", t=150, s=150, local_window_size=(0, 70)),
+    case("window of one", local_window_size=0),
+    case(
         "window, causal, offset",
         t=70,
         s=200,
@@ -173,23 +173,23 @@ CASES = [
         is_causal=True,
         query_offset=(100, 30),
     ),
-    _case("soft cap", logits_soft_cap=2.0),
-    _case("soft cap, causal", logits_soft_cap=15.0, is_causal=True, magnitude=8.0),
-    _case("scale", scale=0.3),
-    _case("scale 0", scale=0.0),
-    _case("scale negative", scale=-0.2, is_causal=True),
-    _case("lengths of queries", t=130, query_seq_lengths=(97, 0)),
-    _case("lengths of keys", s=130, key_value_seq_lengths=(64, 129)),
-    _case("no keys", key_value_seq_lengths=(0, 7)),
-    _case(
+    case("soft cap", logits_soft_cap=2.0),
+    case("soft cap, causal", logits_soft_cap=15.0, is_causal=True, magnitude=8.0),
+    case("scale", scale=0.3),
+    case("scale 0", scale=0.0),
+    case("scale negative", scale=-0.2, is_causal=True),
+    case("lengths of queries", t=130, query_seq_lengths=(97, 0)),
+    case("lengths of keys", s=130, key_value_seq_lengths=(64, 129)),
+    case("no keys", key_value_seq_lengths=(0, 7)),
+    case(
         "lengths", t=130, s=140, query_seq_lengths=(65, 127), key_value_seq_lengths=(99, 63), is_causal=True
     ),
-    _case("lengths beyond", query_seq_lengths=(1000, -5), key_value_seq_lengths=(-1, 81)),
-    _case("lengths beyond both", t=70, query_seq_lengths=(1000, 71), key_value_seq_lengths=(81, 1000)),
-    _case("sinks", n=4, k=2, sinks=(0.5, -1.0, 3.0, -20.0)),
-    _case("sinks above all logits", n=2, sinks=(12.0, 9.0)),
-    _case("sinks, rows without keys", t=200, s=65, is_causal=True, query_offset=-65, sinks=(1.0, -2.0)),
-    _case(
+    case("lengths beyond", query_seq_lengths=(1000, -5), key_value_seq_lengths=(-1, 81)),
+    case("lengths beyond both", t=70, query_seq_lengths=(1000, 71), key_value_seq_lengths=(81, 1000)),
+    case("sinks", n=4, k=2, sinks=(0.5, -1.0, 3.0, -20.0)),
+    case("sinks above all logits", n=2, sinks=(12.0, 9.0)),
+    case("sinks, rows without keys", t=200, s=65, is_causal=True, query_offset=-65, sinks=(1.0, -2.0)),
+    case(
         "sinks, lengths",
         t=130,
         s=140,
@@ -199,7 +199,7 @@ CASES = [
         key_value_seq_lengths=(99, 0),
         sinks=(0.1, 0.2, -0.5, 4.0, 2.0, -3.0),
     ),
-    _case(
+    case(
         "sinks, soft cap, window",
         t=150,
         s=150,
@@ -207,17 +207,17 @@ CASES = [
         local_window_size=(20, 3),
         sinks=(2.0, -1.5),
     ),
-    _case("one head for 2", k=1),
-    _case("groups of 2", n=4, k=2, is_causal=True),
-    _case("groups of 3", n=6, k=2, t=90, s=70),
-    _case("groups of 8", n=8, k=1, is_causal=True),
-    _case("deterministic", t=150, s=150, n=4, is_causal=True, deterministic=True),
-    _case("one query", t=1, s=200, n=4),
-    _case("one key", t=77, s=1, h=16),
-    _case("one and one", t=1, s=1, h=16),
-    _case("odd sizes", batch=1, t=129, s=127, n=3, k=3),
-    _case("64 keys over", t=66, s=192),
-    _case(
+    case("one head for 2", k=1),
+    case("groups of 2", n=4, k=2, is_causal=True),
+    case("groups of 3", n=6, k=2, t=90, s=70),
+    case("groups of 8", n=8, k=1, is_causal=True),
+    case("deterministic", t=150, s=150, n=4, is_causal=True, deterministic=True),
+    case("one query", t=1, s=200, n=4),
+    case("one key", t=77, s=1, h=16),
+    case("one and one", t=1, s=1, h=16),
+    case("odd sizes", batch=1, t=129, s=127, n=3, k=3),
+    case("64 keys over", t=66, s=192),
+    case(
         "decode",
         batch=3,
         t=1,
@@ -227,23 +227,23 @@ CASES = [
         query_offset=(139, 70, 0),
         key_value_seq_lengths=(140, 71, 1),
     ),
-    _case("head dim 1", h=1),
-    _case("head dim 3", h=3, is_causal=True),
-    _case("head dim 8", h=8),
-    _case("head dim 40", h=40, is_causal=True),
-    _case("head dim 72", h=72),
-    _case("head dim 96", h=96, is_causal=True),
-    _case("head dim 104", h=104),
-    _case("head dim 128", h=128, is_causal=True),
-    _case("head dim 136", h=136),
-    _case("head dim 192", t=150, h=192),
-    _case("head dim 200", h=200, is_causal=True),
-    _case("head dim 256", h=256, t=70, s=70, is_causal=True),
-    _case("values narrower", h=64, hv=24),
-    _case("values wider", h=40, hv=136, is_causal=True),
-    _case("values of one", h=64, hv=1),
-    _case("large logits", magnitude=30.0),
-    _case(
+    case("head dim 1", h=1),
+    case("head dim 3", h=3, is_causal=True),
+    case("head dim 8", h=8),
+    case("head dim 40", h=40, is_causal=True),
+    case("head dim 72", h=72),
+    case("head dim 96", h=96, is_causal=True),
+    case("head dim 104", h=104),
+    case("head dim 128", h=128, is_causal=True),
+    case("head dim 136", h=136),
+    case("head dim 192", t=150, h=192),
+    case("head dim 200", h=200, is_causal=True),
+    case("head dim 256", h=256, t=70, s=70, is_causal=True),
+    case("values narrower", h=64, hv=24),
+    case("values wider", h=40, hv=136, is_causal=True),
+    case("values of one", h=64, hv=1),
+    case("large logits", magnitude=30.0),
+    case(
         "everything",
         t=150,
         s=210,
@@ -261,27 +261,27 @@ CASES = [
         sinks=(0.3, 1.0, -1.0, 2.5, -4.0, 0.0),
         deterministic=True,
     ),
-    _case("bias", n=4, k=2, t=150, s=131, bias=Bias("1NTS")),
-    _case("bias of all", t=130, s=129, h=128, bias=Bias("BNTS", dtype="float32")),
-    _case("bias of batch and keys", s=97, n=3, k=3, bias=Bias("B11S")),
-    _case("bias of batch and rows", t=97, n=4, k=1, bias=Bias("B1T1")),
-    _case("bias of heads and rows", t=131, s=70, n=3, k=1, bias=Bias("NT1", dtype="float32")),
-    _case("bias of heads and keys", t=70, s=131, n=4, k=2, bias=Bias("N1S")),
-    _case("bias of batch and pairs", batch=3, s=101, n=4, bias=Bias("B1TS", dtype="float32")),
-    _case("bias of many short sequences", batch=12, t=33, s=31, n=3, k=3, h=32, bias=Bias("1NTS")),
-    _case("bias of pairs", batch=3, t=65, s=67, bias=Bias("TS")),
-    _case("bias of keys", batch=3, s=99, h=256, bias=Bias("S")),
-    _case("a bias of one", t=70, s=90, bias=Bias("1111")),
-    _case("bias, one query", t=1, s=201, n=4, bias=Bias("BNTS")),
-    _case("bias, one key", t=77, s=1, h=16, bias=Bias("1NTS")),
-    _case("bias, head dim 3", h=3, s=75, bias=Bias("1NTS")),
-    _case("bias, head dim 40", h=40, hv=72, t=90, s=133, bias=Bias("BNTS")),
-    _case("bias, head dim 256", batch=1, h=256, t=135, s=137, bias=Bias("BNTS")),
-    _case("bias, large", s=141, bias=Bias("1NTS", magnitude=10.0, dtype="float32")),
-    _case("bias, causal", t=200, s=195, bias=Bias("11TS"), is_causal=True),
-    _case("bias, soft cap", n=4, k=2, s=91, bias=Bias("BNTS", magnitude=3.0), logits_soft_cap=2.0),
-    _case("bias, sinks", n=4, k=2, bias=Bias("BN1S", dtype="float32"), sinks=(0.5, 2.0, -1.0, 4.0)),
-    _case(
+    case("bias", n=4, k=2, t=150, s=131, bias=Bias("1NTS")),
+    case("bias of all", t=130, s=129, h=128, bias=Bias("BNTS", dtype="float32")),
+    case("bias of batch and keys", s=97, n=3, k=3, bias=Bias("B11S")),
+    case("bias of batch and rows", t=97, n=4, k=1, bias=Bias("B1T1")),
+    case("bias of heads and rows", t=131, s=70, n=3, k=1, bias=Bias("NT1", dtype="float32")),
+    case("bias of heads and keys", t=70, s=131, n=4, k=2, bias=Bias("N1S")),
+    case("bias of batch and pairs", batch=3, s=101, n=4, bias=Bias("B1TS", dtype="float32")),
+    case("bias of many short sequences", batch=12, t=33, s=31, n=3, k=3, h=32, bias=Bias("1NTS")),
+    case("bias of pairs", batch=3, t=65, s=67, bias=Bias("TS")),
+    case("bias of keys", batch=3, s=99, h=256, bias=Bias("S")),
+    case("a bias of one", t=70, s=90, bias=Bias("1111")),
+    case("bias, one query", t=1, s=201, n=4, bias=Bias("BNTS")),
+    case("bias, one key", t=77, s=1, h=16, bias=Bias("1NTS")),
+    case("bias, head dim 3", h=3, s=75, bias=Bias("1NTS")),
+    case("bias, head dim 40", h=40, hv=72, t=90, s=133, bias=Bias("BNTS")),
+    case("bias, head dim 256", batch=1, h=256, t=135, s=137, bias=Bias("BNTS")),
+    case("bias, large", s=141, bias=Bias("1NTS", magnitude=10.0, dtype="float32")),
+    case("bias, causal", t=200, s=195, bias=Bias("11TS"), is_causal=True),
+    case("bias, soft cap", n=4, k=2, s=91, bias=Bias("BNTS", magnitude=3.0), logits_soft_cap=2.0),
+    case("bias, sinks", n=4, k=2, bias=Bias("BN1S", dtype="float32"), sinks=(0.5, 2.0, -1.0, 4.0)),
+    case(
         "bias, window, lengths, offset",
         t=150,
         s=211,
@@ -291,10 +291,10 @@ CASES = [
         query_seq_lengths=(150, 101),
         key_value_seq_lengths=(190, 211),
     ),
-    _case("tiles, bias", batch=1, t=520, s=517, h=128, bias=Bias("1NTS", dtype="float32"), is_causal=True),
-    _case("alibi", t=150, s=131, n=4, k=2, alibi=(0.25, 0.0625, 0.0, -0.1)),
-    _case("alibi, head dim 256", t=70, s=131, n=4, h=256, alibi=(0.5, 0.1, 0.2, 0.05)),
-    _case(
+    case("tiles, bias", batch=1, t=520, s=517, h=128, bias=Bias("1NTS", dtype="float32"), is_causal=True),
+    case("alibi", t=150, s=131, n=4, k=2, alibi=(0.25, 0.0625, 0.0, -0.1)),
+    case("alibi, head dim 256", t=70, s=131, n=4, h=256, alibi=(0.5, 0.1, 0.2, 0.05)),
+    case(
         "alibi, causal, offset",
         t=70,
         s=201,
@@ -303,17 +303,17 @@ CASES = [
         query_offset=(131, -5),
         alibi=(0.5, 0.25, 0.125, 0.0625),
     ),
-    _case("alibi, soft cap, sinks", s=99, logits_soft_cap=4.0, alibi=(0.1, 0.03), sinks=(1.0, -1.0)),
-    _case("tiles, alibi", batch=1, t=520, s=517, h=128, alibi=(0.2, 0.01), local_window_size=(300, 20)),
-    _case("mask", t=150, s=141, n=4, k=2, mask=Mask("BNTS")),
-    _case("mask of batch and keys", t=70, s=200, mask=Mask("B11S")),
-    _case("mask of rows", t=150, s=70, h=128, mask=Mask("T1")),
-    _case("mask of heads", n=8, k=2, s=97, mask=Mask("N11")),
-    _case("mask of heads and pairs", t=131, s=129, n=6, k=2, h=72, mask=Mask("1NTS", visible=0.1)),
-    _case("mask of nothing", t=100, s=90, mask=Mask("11", visible=0.0)),
-    _case("mask, few pairs", t=200, s=300, n=1, k=1, mask=Mask("TS", visible=0.003)),
-    _case("mask, causal", t=200, s=195, mask=Mask("B1TS", visible=0.7), is_causal=True),
-    _case(
+    case("alibi, soft cap, sinks", s=99, logits_soft_cap=4.0, alibi=(0.1, 0.03), sinks=(1.0, -1.0)),
+    case("tiles, alibi", batch=1, t=520, s=517, h=128, alibi=(0.2, 0.01), local_window_size=(300, 20)),
+    case("mask", t=150, s=141, n=4, k=2, mask=Mask("BNTS")),
+    case("mask of batch and keys", t=70, s=200, mask=Mask("B11S")),
+    case("mask of rows", t=150, s=70, h=128, mask=Mask("T1")),
+    case("mask of heads", n=8, k=2, s=97, mask=Mask("N11")),
+    case("mask of heads and pairs", t=131, s=129, n=6, k=2, h=72, mask=Mask("1NTS", visible=0.1)),
+    case("mask of nothing", t=100, s=90, mask=Mask("11", visible=0.0)),
+    case("mask, few pairs", t=200, s=300, n=1, k=1, mask=Mask("TS", visible=0.003)),
+    case("mask, causal", t=200, s=195, mask=Mask("B1TS", visible=0.7), is_causal=True),
+    case(
         "mask, window, lengths, offset",
         t=150,
         s=211,
@@ -323,23 +323,23 @@ CASES = [
         query_seq_lengths=(150, 101),
         key_value_seq_lengths=(190, 211),
     ),
-    _case("mask, sinks", t=131, mask=Mask("1NTS", visible=0.05), sinks=(0.5, -2.0)),
-    _case("tiles, mask", batch=1, t=520, s=517, n=2, k=1, mask=Mask("BNTS", blocks=256)),
-    _case("tiles, mask, causal", batch=1, t=520, s=520, h=128, mask=Mask("TS", blocks=64), is_causal=True),
-    _case("tiles, mask, head dim 256", batch=1, t=300, s=520, h=256, n=1, k=1, mask=Mask("TS", blocks=128)),
-    _case("segments", t=150, s=150, n=4, k=2, segment_ids=Segments((0, 1, 2))),
-    _case("segments of queries and keys", t=130, s=211, segment_ids=Segments((0, 1, 2, 3))),
-    _case("segments, unsorted", t=141, s=141, segment_ids=Segments((0, 1, 2, 3), is_sorted=False)),
-    _case(
+    case("mask, sinks", t=131, mask=Mask("1NTS", visible=0.05), sinks=(0.5, -2.0)),
+    case("tiles, mask", batch=1, t=520, s=517, n=2, k=1, mask=Mask("BNTS", blocks=256)),
+    case("tiles, mask, causal", batch=1, t=520, s=520, h=128, mask=Mask("TS", blocks=64), is_causal=True),
+    case("tiles, mask, head dim 256", batch=1, t=300, s=520, h=256, n=1, k=1, mask=Mask("TS", blocks=128)),
+    case("segments", t=150, s=150, n=4, k=2, segment_ids=Segments((0, 1, 2))),
+    case("segments of queries and keys", t=130, s=211, segment_ids=Segments((0, 1, 2, 3))),
+    case("segments, unsorted", t=141, s=141, segment_ids=Segments((0, 1, 2, 3), is_sorted=False)),
+    case(
         "segments, any numbers",
         t=97,
         s=131,
         h=128,
         segment_ids=Segments((-(2**31), -7, -1, 2**31 - 1), is_sorted=False),
     ),
-    _case("segments, a pair of one length", t=131, s=131, segment_ids=Segments((-1, 0, 5), pair=True)),
-    _case("segments, causal", t=199, s=199, segment_ids=Segments((0, 1, 2, 3)), is_causal=True),
-    _case(
+    case("segments, a pair of one length", t=131, s=131, segment_ids=Segments((-1, 0, 5), pair=True)),
+    case("segments, causal", t=199, s=199, segment_ids=Segments((0, 1, 2, 3)), is_causal=True),
+    case(
         "segments, lengths, sinks",
         t=130,
         s=130,
@@ -348,14 +348,14 @@ CASES = [
         key_value_seq_lengths=(99, 63),
         sinks=(1.0, -1.0),
     ),
-    _case("tiles, segments", batch=1, t=520, s=520, h=128, segment_ids=Segments(tuple(range(5)))),
-    _case("tiles, segments, causal", t=520, s=520, segment_ids=Segments(tuple(range(4))), is_causal=True),
-    _case("dropout", t=150, s=131, n=4, k=2, dropout_rate=0.1, dropout_seed=0),
-    _case("dropout of most", s=97, dropout_rate=0.9, dropout_seed=1),
-    _case("dropout, causal", t=200, s=195, h=128, dropout_rate=0.5, dropout_seed=2, is_causal=True),
-    _case("dropout, head dim 40", h=40, hv=72, n=6, s=77, dropout_rate=0.3, dropout_seed=3),
-    _case("dropout, head dim 256", h=256, t=135, s=137, dropout_rate=0.2, dropout_seed=4),
-    _case(
+    case("tiles, segments", batch=1, t=520, s=520, h=128, segment_ids=Segments(tuple(range(5)))),
+    case("tiles, segments, causal", t=520, s=520, segment_ids=Segments(tuple(range(4))), is_causal=True),
+    case("dropout", t=150, s=131, n=4, k=2, dropout_rate=0.1, dropout_seed=0),
+    case("dropout of most", s=97, dropout_rate=0.9, dropout_seed=1),
+    case("dropout, causal", t=200, s=195, h=128, dropout_rate=0.5, dropout_seed=2, is_causal=True),
+    case("dropout, head dim 40", h=40, hv=72, n=6, s=77, dropout_rate=0.3, dropout_seed=3),
+    case("dropout, head dim 256", h=256, t=135, s=137, dropout_rate=0.2, dropout_seed=4),
+    case(
         "dropout, lengths, sinks",
         t=130,
         s=141,
@@ -365,8 +365,8 @@ CASES = [
         key_value_seq_lengths=(99, 0),
         sinks=(1.0, -1.0),
     ),
-    _case("tiles, dropout", batch=1, t=520, s=517, h=128, dropout_rate=0.1, dropout_seed=6, is_causal=True),
-    _case(
+    case("tiles, dropout", batch=1, t=520, s=517, h=128, dropout_rate=0.1, dropout_seed=6, is_causal=True),
+    case(
         "everything at once",
         t=150,
         s=211,
@@ -389,7 +389,7 @@ CASES = [
         dropout_seed=7,
         deterministic=True,
     ),
-    _case(
+    case(
         "decode in parts",
         batch=3,
         t=1,
@@ -401,14 +401,14 @@ CASES = [
         query_offset=(699, 300, 0),
         key_value_seq_lengths=(700, 301, 1),
     ),
-    _case("decode, many parts", t=1, s=2500, n=2, k=1, key_value_seq_lengths=(2500, 2100)),
-    _case("decode, groups of 8", t=2, s=600, n=8, k=1, is_causal=True, query_offset=(598, 255)),
-    _case("decode, groups of 1", t=16, s=520, is_causal=True, query_offset=(504, 0)),
-    _case("decode, 64 rows", batch=1, t=16, s=530, n=4, k=1, h=128, is_causal=True, query_offset=(514,)),
-    _case("decode, window", t=3, s=900, n=4, k=1, local_window_size=(300, 2), query_offset=(897, 250)),
-    _case("decode, head dim 256", t=2, s=600, n=4, k=2, h=256),
-    _case("decode, head dim 256, 36 rows", batch=1, t=9, s=600, n=4, k=1, h=200, hv=136, is_causal=True),
-    _case(
+    case("decode, many parts", t=1, s=2500, n=2, k=1, key_value_seq_lengths=(2500, 2100)),
+    case("decode, groups of 8", t=2, s=600, n=8, k=1, is_causal=True, query_offset=(598, 255)),
+    case("decode, groups of 1", t=16, s=520, is_causal=True, query_offset=(504, 0)),
+    case("decode, 64 rows", batch=1, t=16, s=530, n=4, k=1, h=128, is_causal=True, query_offset=(514,)),
+    case("decode, window", t=3, s=900, n=4, k=1, local_window_size=(300, 2), query_offset=(897, 250)),
+    case("decode, head dim 256", t=2, s=600, n=4, k=2, h=256),
+    case("decode, head dim 256, 36 rows", batch=1, t=9, s=600, n=4, k=1, h=200, hv=136, is_causal=True),
+    case(
         "decode, odd sizes",
         t=7,
         s=611,
@@ -419,7 +419,7 @@ CASES = [
         query_seq_lengths=(7, 3),
         key_value_seq_lengths=(601, 599),
     ),
-    _case(
+    case(
         "decode, soft cap, sinks",
         t=2,
         s=611,
@@ -430,9 +430,9 @@ CASES = [
         sinks=(0.5, -1.0, 3.0, 10.0),
         key_value_seq_lengths=(601, 0),
     ),
-    _case("decode, scale negative", t=4, s=301, n=4, k=2, scale=-0.2),
-    _case("decode, bias", t=3, s=700, n=8, k=2, h=128, bias=Bias("BNTS")),
-    _case(
+    case("decode, scale negative", t=4, s=301, n=4, k=2, scale=-0.2),
+    case("decode, bias", t=3, s=700, n=8, k=2, h=128, bias=Bias("BNTS")),
+    case(
         "decode, bias of keys",
         t=5,
         s=701,
@@ -442,7 +442,7 @@ CASES = [
         is_causal=True,
         query_offset=(600, 10),
     ),
-    _case(
+    case(
         "decode, alibi",
         t=5,
         s=701,
@@ -452,11 +452,11 @@ CASES = [
         is_causal=True,
         query_offset=(600, 10),
     ),
-    _case("decode, mask", t=16, s=601, n=4, k=2, mask=Mask("BNTS")),
-    _case("decode, mask of blocks", t=3, s=901, n=4, k=1, h=256, mask=Mask("TS", visible=0.3, blocks=128)),
-    _case("decode, segments", t=4, s=901, n=4, k=1, h=128, segment_ids=Segments((0, 1, 2, 3))),
-    _case("decode, dropout", t=4, s=301, n=4, k=2, dropout_rate=0.2, dropout_seed=9),
-    _case(
+    case("decode, mask", t=16, s=601, n=4, k=2, mask=Mask("BNTS")),
+    case("decode, mask of blocks", t=3, s=901, n=4, k=1, h=256, mask=Mask("TS", visible=0.3, blocks=128)),
+    case("decode, segments", t=4, s=901, n=4, k=1, h=128, segment_ids=Segments((0, 1, 2, 3))),
+    case("decode, dropout", t=4, s=301, n=4, k=2, dropout_rate=0.2, dropout_seed=9),
+    case(
         "decode, everything at once",
         t=4,
         s=901,
@@ -476,8 +476,8 @@ CASES = [
         mask=Mask("B1TS", visible=0.9),
         segment_ids=Segments((0, 1)),
     ),
-    _case("chunk", t=20, s=2100, n=2, k=1, h=128),
-    _case(
+    case("chunk", t=20, s=2100, n=2, k=1, h=128),
+    case(
         "chunk, causal, lengths",
         batch=3,
         t=40,
@@ -489,7 +489,7 @@ CASES = [
         query_seq_lengths=(40, 40, 7),
         key_value_seq_lengths=(2100, 70, 3),
     ),
-    _case(
+    case(
         "chunk, window, sinks",
         batch=1,
         t=200,
@@ -502,13 +502,13 @@ CASES = [
         local_window_size=(3000, None),
         sinks=(0.5, -1.0, 3.0, 20.0),
     ),
-    _case("window with no limit on the left", t=150, s=170, local_window_size=(None, 7), query_offset=20),
-    _case("window with no limit on the right", t=150, s=170, local_window_size=(40, None)),
-    _case("head dims 128 and 192", t=70, s=131, h=128, hv=192, is_causal=True),
-    _case(
+    case("window with no limit on the left", t=150, s=170, local_window_size=(None, 7), query_offset=20),
+    case("window with no limit on the right", t=150, s=170, local_window_size=(40, None)),
+    case("head dims 128 and 192", t=70, s=131, h=128, hv=192, is_causal=True),
+    case(
         "head dim 96, groups, offset", t=213, s=300, n=4, k=2, h=96, is_causal=True, query_offset=(100, -30)
     ),
-    _case(
+    case(
         "head dims 192 and 128, causal",
         t=250,  # the last block of 48 queries, alone with a tile of keys, ends beyond 256
         s=190,
@@ -519,9 +519,9 @@ CASES = [
         is_causal=True,
         query_offset=(0, -115),
     ),
-    _case("head dim 72, window", t=150, s=201, h=72, hv=96, local_window_size=(60, 20)),
-    _case("head dim 96, deterministic", t=130, s=150, h=96, is_causal=True, deterministic=True),
-    _case(
+    case("head dim 72, window", t=150, s=201, h=72, hv=96, local_window_size=(60, 20)),
+    case("head dim 96, deterministic", t=130, s=150, h=96, is_causal=True, deterministic=True),
+    case(
         "head dims 192 and 128, lengths, window",
         t=150,
         s=270,
@@ -534,7 +534,7 @@ CASES = [
         query_seq_lengths=(150, 101),
         key_value_seq_lengths=(190, 270),
     ),
-    _case(
+    case(
         "head dim 96, options",
         t=150,
         s=211,
@@ -550,9 +550,9 @@ CASES = [
         dropout_rate=0.1,
         dropout_seed=10,
     ),
-    _case("head dims 192 and 128", t=101, s=150, n=4, k=2, h=192, hv=128),
-    _case("head dims 160 and 72, deterministic", t=97, s=131, n=3, k=1, h=160, hv=72, deterministic=True),
-    _case(
+    case("head dims 192 and 128", t=101, s=150, n=4, k=2, h=192, hv=128),
+    case("head dims 160 and 72, deterministic", t=97, s=131, n=3, k=1, h=160, hv=72, deterministic=True),
+    case(
         "head dims 192 and 128, options",
         t=170,
         s=211,
@@ -571,16 +571,16 @@ CASES = [
         dropout_rate=0.1,
         dropout_seed=9,
     ),
-    _case(
+    case(
         "head dim 96, bias, deterministic", t=131, s=97, n=4, k=2, h=96, bias=Bias("1NTS"), deterministic=True
     ),
-    _case("head dims 192 and 128, mask", t=150, s=261, h=192, hv=128, mask=Mask("BNTS", blocks=64)),
-    _case("head dim 16", t=150, s=131, h=16, is_causal=True),
-    _case("head dim 24", t=97, s=150, n=4, k=2, h=24),
-    _case("head dim 32", t=213, s=300, n=4, k=2, h=32, is_causal=True, query_offset=(100, -30)),
-    _case("head dims 32 and 16, deterministic", t=150, s=190, n=4, k=1, h=32, hv=16, deterministic=True),
-    _case("head dims 32 and 40", t=131, s=97, h=32, hv=40, is_causal=True),
-    _case(
+    case("head dims 192 and 128, mask", t=150, s=261, h=192, hv=128, mask=Mask("BNTS", blocks=64)),
+    case("head dim 16", t=150, s=131, h=16, is_causal=True),
+    case("head dim 24", t=97, s=150, n=4, k=2, h=24),
+    case("head dim 32", t=213, s=300, n=4, k=2, h=32, is_causal=True, query_offset=(100, -30)),
+    case("head dims 32 and 16, deterministic", t=150, s=190, n=4, k=1, h=32, hv=16, deterministic=True),
+    case("head dims 32 and 40", t=131, s=97, h=32, hv=40, is_causal=True),
+    case(
         "head dim 24, lengths",
         t=300,
         s=400,
@@ -588,12 +588,12 @@ CASES = [
         query_seq_lengths=(300, 65),
         key_value_seq_lengths=(333, 1),
     ),
-    _case("tiles, head dim 32", batch=1, t=450, s=700, h=32, local_window_size=(90, 5), query_offset=200),
-    _case("head dim 32, mask", t=150, s=261, n=4, k=2, h=32, mask=Mask("BNTS", blocks=64)),
-    _case(
+    case("tiles, head dim 32", batch=1, t=450, s=700, h=32, local_window_size=(90, 5), query_offset=200),
+    case("head dim 32, mask", t=150, s=261, n=4, k=2, h=32, mask=Mask("BNTS", blocks=64)),
+    case(
         "head dim 32, bias, deterministic", t=131, s=97, n=4, k=2, h=32, bias=Bias("1NTS"), deterministic=True
     ),
-    _case(
+    case(
         "head dims 16 and 32, options",
         t=170,
         s=211,
@@ -612,14 +612,12 @@ CASES = [
         dropout_rate=0.1,
         dropout_seed=11,
     ),
-    _case("chunk, head dim 32", t=20, s=2100, n=2, k=1, h=32, hv=24),
-    _case("short", t=64, s=64),
-    _case("short, causal", batch=3, t=49, s=49, n=3, k=3, h=32, is_causal=True),
-    _case(
-        "short, groups", t=50, s=61, n=6, k=2, h=24, hv=40, local_window_size=(20, 5), query_offset=(3, -9)
-    ),
-    _case("short, head dim 33", t=17, s=64, h=33, hv=7),
-    _case(
+    case("chunk, head dim 32", t=20, s=2100, n=2, k=1, h=32, hv=24),
+    case("short", t=64, s=64),
+    case("short, causal", batch=3, t=49, s=49, n=3, k=3, h=32, is_causal=True),
+    case("short, groups", t=50, s=61, n=6, k=2, h=24, hv=40, local_window_size=(20, 5), query_offset=(3, -9)),
+    case("short, head dim 33", t=17, s=64, h=33, hv=7),
+    case(
         "short, lengths, sinks",
         t=60,
         s=33,
@@ -629,11 +627,11 @@ CASES = [
         key_value_seq_lengths=(0, 33),
         sinks=(0.5, -1.0, 3.0, -20.0),
     ),
-    _case("short, mask", t=64, s=63, n=4, k=2, h=32, mask=Mask("BNTS")),
-    _case("short, bias", batch=5, t=49, s=49, n=3, k=3, h=32, bias=Bias("1NTS")),
-    _case("short, bias of heads and keys", t=33, s=64, n=4, k=2, bias=Bias("N1S", dtype="float32")),
-    _case("short, alibi, soft cap", t=51, s=40, n=4, k=2, logits_soft_cap=5.0, alibi=(0.5, 0.2, 0.1, 0.0)),
-    _case(
+    case("short, mask", t=64, s=63, n=4, k=2, h=32, mask=Mask("BNTS")),
+    case("short, bias", batch=5, t=49, s=49, n=3, k=3, h=32, bias=Bias("1NTS")),
+    case("short, bias of heads and keys", t=33, s=64, n=4, k=2, bias=Bias("N1S", dtype="float32")),
+    case("short, alibi, soft cap", t=51, s=40, n=4, k=2, logits_soft_cap=5.0, alibi=(0.5, 0.2, 0.1, 0.0)),
+    case(
         "short, options",
         t=49,
         s=62,
@@ -671,7 +669,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "dropout": dict(dropout_rate=0.2, dropout_seed=8),
 }
 PAIRS = [
-    _case(f"{a} and {b}", t=99, s=133, n=4, **({"k": 4, "h": 32} | PARTS[a] | PARTS[b]))
+    case(f"{a} and {b}", t=99, s=133, n=4, **({"k": 4, "h": 32} | PARTS[a] | PARTS[b]))
     for a, b in itertools.combinations(PARTS, 2)
     if frozenset((a, b)) != {"bias", "alibi"}  # both are passed as the bias
 ]

@@ -333,7 +333,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          "if size >= head_dim), default=0)", "if size > head_dim), default=0)",
          "test_dispatch.py::test_kernels_of_second_order"),
         ("a kernel that is not there is chosen",
-         "return 0 < _kernel_head_dim(", "return 0 <= _kernel_head_dim(",
+         "return 0 < kernel_head_dim(", "return 0 <= kernel_head_dim(",
          "test_dispatch.py::test_kernels_of_second_order"),
         ("the head dim of the values does not count",
          'q.dtype, max(q.shape[-1], v.shape[-1])) <= largest', 'q.dtype, q.shape[-1]) <= largest',

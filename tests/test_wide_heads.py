@@ -3,27 +3,21 @@
 import dataclasses
 import functools
 
+import cases
 import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import quick
-from cases import DTYPES, Bias, Case, Mask, Segments
+from cases import DTYPES, Bias, Mask, Segments
 from test_derivatives import evaluate, evaluate_exactly, fused, gradient_tangent, point_of, tangent
 from test_edges import EMPTY
 
 import jax_flash
 from jax_flash import _checks
 
-
-def case(name: str, *, h: int = 512, t: int = 80, s: int = 80, n: int = 2, k: int = 1, **options) -> Case:
-    sizes = dict(batch=options.pop("batch", 1), head_dim=h, head_dim_v=options.pop("hv", None))
-    return Case(
-        name, seqlen_q=t, seqlen_kv=s, num_heads=n, num_kv_heads=k, options=tuple(options.items()), **sizes
-    )
-
-
+case = functools.partial(cases.case, batch=1, k=1, h=512)
 CASES = [
     case("full", t=150, s=131),
     case("causal", t=200, s=200, is_causal=True),
