@@ -26,7 +26,7 @@ ffi::Error OutOfMemory() {
 
 ffi::Error ForwardCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi::RemainingRets results,
                       ffi::Dictionary attributes) {
-  ForwardParams params;
+  ForwardParams params{};
   RETURN_IF_ERROR(ReadForward(args, results, attributes, Platform::kCpu, &params));
   XlaThreadPool pool(thread_pool);
   return cpu::Forward(params, pool) ? ffi::Error::Success() : OutOfMemory();
@@ -34,7 +34,7 @@ ffi::Error ForwardCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi:
 
 ffi::Error BackwardCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi::RemainingRets results,
                        ffi::Dictionary attributes) {
-  BackwardParams params;
+  BackwardParams params{};
   RETURN_IF_ERROR(ReadBackward(args, results, attributes, Platform::kCpu, Pass::kBackward, &params));
   XlaThreadPool pool(thread_pool);
   return cpu::Backward(params, pool) ? ffi::Error::Success() : OutOfMemory();
@@ -42,7 +42,7 @@ ffi::Error BackwardCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi
 
 ffi::Error BackwardBiasCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi::RemainingRets results,
                            ffi::Dictionary attributes) {
-  BackwardParams params;
+  BackwardParams params{};
   RETURN_IF_ERROR(ReadBackward(args, results, attributes, Platform::kCpu, Pass::kBackwardBias, &params));
   XlaThreadPool pool(thread_pool);
   return cpu::BackwardBias(params, pool) ? ffi::Error::Success() : OutOfMemory();
@@ -50,7 +50,7 @@ ffi::Error BackwardBiasCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args,
 
 ffi::Error TangentCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi::RemainingRets results,
                       ffi::Dictionary attributes) {
-  TangentParams params;
+  TangentParams params{};
   RETURN_IF_ERROR(ReadTangent(args, results, attributes, Platform::kCpu, &params));
   XlaThreadPool pool(thread_pool);
   return cpu::Tangent(params, pool) ? ffi::Error::Success() : OutOfMemory();
@@ -58,7 +58,7 @@ ffi::Error TangentCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args, ffi:
 
 ffi::Error BackwardTangentCpu(ffi::ThreadPool thread_pool, ffi::RemainingArgs args,
                               ffi::RemainingRets results, ffi::Dictionary attributes) {
-  BackwardTangentParams params;
+  BackwardTangentParams params{};
   RETURN_IF_ERROR(ReadBackwardTangent(args, results, attributes, Platform::kCpu, &params));
   XlaThreadPool pool(thread_pool);
   return cpu::BackwardTangent(params, pool) ? ffi::Error::Success() : OutOfMemory();

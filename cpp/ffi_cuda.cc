@@ -20,14 +20,14 @@ ffi::Error status(const std::string& message) {
 
 ffi::Error forward(cudaStream_t stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets results,
                    ffi::Dictionary attributes) {
-  ForwardParams params;
+  ForwardParams params{};
   RETURN_IF_ERROR(jax_flash::ReadForward(args, results, attributes, jax_flash::Platform::kCuda, &params));
   return status(jax_flash::cuda::run_forward(params, stream, device));
 }
 
 ffi::Error backward(cudaStream_t stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets results,
                     ffi::Dictionary attributes) {
-  BackwardParams params;
+  BackwardParams params{};
   RETURN_IF_ERROR(jax_flash::ReadBackward(args, results, attributes, jax_flash::Platform::kCuda,
                                           jax_flash::Pass::kBackward, &params));
   return status(jax_flash::cuda::run_backward(params, stream, device));
@@ -35,14 +35,14 @@ ffi::Error backward(cudaStream_t stream, int32_t device, ffi::RemainingArgs args
 
 ffi::Error tangent(cudaStream_t stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets results,
                    ffi::Dictionary attributes) {
-  TangentParams params;
+  TangentParams params{};
   RETURN_IF_ERROR(jax_flash::ReadTangent(args, results, attributes, jax_flash::Platform::kCuda, &params));
   return status(jax_flash::cuda::run_tangent(params, stream, device));
 }
 
 ffi::Error backward_tangent(cudaStream_t stream, int32_t device, ffi::RemainingArgs args,
                             ffi::RemainingRets results, ffi::Dictionary attributes) {
-  BackwardTangentParams params;
+  BackwardTangentParams params{};
   RETURN_IF_ERROR(
       jax_flash::ReadBackwardTangent(args, results, attributes, jax_flash::Platform::kCuda, &params));
   return status(jax_flash::cuda::run_backward_tangent(params, stream, device));
@@ -50,7 +50,7 @@ ffi::Error backward_tangent(cudaStream_t stream, int32_t device, ffi::RemainingA
 
 ffi::Error backward_bias(cudaStream_t stream, int32_t device, ffi::RemainingArgs args,
                          ffi::RemainingRets results, ffi::Dictionary attributes) {
-  BackwardParams params;
+  BackwardParams params{};
   RETURN_IF_ERROR(jax_flash::ReadBackward(args, results, attributes, jax_flash::Platform::kCuda,
                                           jax_flash::Pass::kBackwardBias, &params));
   return status(jax_flash::cuda::run_backward_bias(params, stream, device));

@@ -233,79 +233,75 @@ std::string make_context(const AttentionParams& params, cudaStream_t stream, int
   return describe(error);
 }
 
+// Makes `device` current and calls launches(context), once the lists of what mask and segments hide are on
+// their way.
+template <class F>
+std::string run(const AttentionParams& params, cudaStream_t stream, int device, F launches) {
+  const DeviceGuard guard(device);
+  Context context;
+  if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
+  if (const Status status = launch_visibility(params, context); status.failed())
+    return describe(status.error());
+  return launches(context);
+}
+
 }  // namespace
 
 std::string run_forward(const ForwardParams& params, cudaStream_t stream, int device) {
-  const DeviceGuard guard(device);
-  Context context;
-  if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
-  if (const Status status = launch_visibility(params, context); status.failed())
-    return describe(status.error());
-  if (params.num_key_parts > 0) {
-    const Status status = try_kernels(Direction::decode, params, context);
-    if (status.is_served()) return describe(status.error());
-  }
-  if (is_short(params)) {
-    const Status status = try_kernels(Direction::short_forward, params, context);
-    if (status.is_served()) return describe(status.error());
-  }
-  if (const Status status = try_planes(params, context, try_forward); status.is_served())
-    return describe(status.error());
-  return run_kernel(Direction::forward, without_planes(params), context);
+  return run(params, stream, device, [&](const Context& context) -> std::string {
+    if (params.num_key_parts > 0) {
+      const Status status = try_kernels(Direction::decode, params, context);
+      if (status.is_served()) return describe(status.error());
+    }
+    if (is_short(params)) {
+      const Status status = try_kernels(Direction::short_forward, params, context);
+      if (status.is_served()) return describe(status.error());
+    }
+    if (const Status status = try_planes(params, context, try_forward); status.is_served())
+      return describe(status.error());
+    return run_kernel(Direction::forward, without_planes(params), context);
+  });
 }
 
 std::string run_backward(const BackwardParams& params, cudaStream_t stream, int device) {
-  const DeviceGuard guard(device);
-  Context context;
-  if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
-  if (const Status status = launch_visibility(params, context); status.failed())
-    return describe(status.error());
-  if (is_short(params)) {
-    const Status status = try_kernels(Direction::short_backward, params, context);
-    if (status.is_served()) return describe(status.error());
-  }
-  if (const Status status = try_planes(params, context, try_backward); status.is_served())
-    return describe(status.error());
-  BackwardParams own = without_planes(params);
-  if (own.options.deterministic && !own.leaves_dq) {
-    // Only Hopper's kernel sums dq in memory in a fixed order, and not with a mask or segments.
-    const Status status = try_hopper(own, context);
-    if (status.is_served()) return describe(status.error());
-    own.leaves_dq = true;
-  }
-  if (std::string message = run_kernel(Direction::backward, own, context); !message.empty()) return message;
-  return own.leaves_dq ? run_kernel(Direction::backward_dq, own, context) : "";
+  return run(params, stream, device, [&](const Context& context) -> std::string {
+    if (is_short(params)) {
+      const Status status = try_kernels(Direction::short_backward, params, context);
+      if (status.is_served()) return describe(status.error());
+    }
+    if (const Status status = try_planes(params, context, try_backward); status.is_served())
+      return describe(status.error());
+    BackwardParams own = without_planes(params);
+    if (own.options.deterministic && !own.leaves_dq) {
+      // Only Hopper's kernel sums dq in memory in a fixed order, and not with a mask or segments.
+      const Status status = try_hopper(own, context);
+      if (status.is_served()) return describe(status.error());
+      own.leaves_dq = true;
+    }
+    if (std::string message = run_kernel(Direction::backward, own, context); !message.empty()) return message;
+    return own.leaves_dq ? run_kernel(Direction::backward_dq, own, context) : "";
+  });
 }
 
 std::string run_tangent(const TangentParams& params, cudaStream_t stream, int device) {
-  const DeviceGuard guard(device);
-  Context context;
-  if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
-  if (const Status status = launch_visibility(params, context); status.failed())
-    return describe(status.error());
-  return run_kernel(Direction::tangent, params, context);
+  return run(params, stream, device,
+             [&](const Context& context) { return run_kernel(Direction::tangent, params, context); });
 }
 
 std::string run_backward_tangent(const BackwardTangentParams& params, cudaStream_t stream, int device) {
-  const DeviceGuard guard(device);
-  Context context;
-  if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
-  if (const Status status = launch_visibility(params, context); status.failed())
-    return describe(status.error());
-  return run_kernel(Direction::backward_tangent, params, context);
+  return run(params, stream, device, [&](const Context& context) {
+    return run_kernel(Direction::backward_tangent, params, context);
+  });
 }
 
 std::string run_backward_bias(const BackwardParams& params, cudaStream_t stream, int device) {
-  const DeviceGuard guard(device);
-  Context context;
-  if (std::string error = make_context(params, stream, device, &context); !error.empty()) return error;
-  if (const Status status = launch_visibility(params, context); status.failed())
-    return describe(status.error());
-  if (is_short(params)) {
-    const Status status = try_kernels(Direction::short_backward_bias, params, context);
-    if (status.is_served()) return describe(status.error());
-  }
-  return run_kernel(Direction::backward_bias, params, context);
+  return run(params, stream, device, [&](const Context& context) -> std::string {
+    if (is_short(params)) {
+      const Status status = try_kernels(Direction::short_backward_bias, params, context);
+      if (status.is_served()) return describe(status.error());
+    }
+    return run_kernel(Direction::backward_bias, params, context);
+  });
 }
 
 void set_test_settings(const char* kernels, const char* tile, const char* shared_memory_per_block) {

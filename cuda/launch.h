@@ -50,47 +50,43 @@ Status allow_launch(void (*kernel)(Parameters...), int64_t blocks, int shared_by
 }
 
 // Launches `kernel` on a one-dimensional grid (the other dimensions are limited to 65,535) with
-// `shared_bytes` of dynamic shared memory. An empty grid launches nothing.
+// `shared_bytes` of dynamic shared memory, and with an attribute, if not null. An empty grid launches
+// nothing.
+template <class... Parameters>
+Status launch_with(cudaLaunchAttribute* attribute, void (*kernel)(Parameters...), int64_t blocks, int threads,
+                   int shared_bytes, const LaunchContext& context, const Parameters&... parameters) {
+  if (blocks == 0) return cudaSuccess;
+  Status status = allow_launch(kernel, blocks, shared_bytes, context);
+  if (!status.failed()) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+    config.stream = context.stream;
+    config.attrs = attribute;
+    config.numAttrs = attribute ? 1 : 0;
+    status = cudaLaunchKernelEx(&config, kernel, parameters...);
+  }
+  if (status.failed()) cudaGetLastError();  // or this thread's next caller of CUDA would get the error again
+  return status;
+}
+
 template <class... Parameters>
 Status launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes,
               const LaunchContext& context, const Parameters&... parameters) {
-  if (blocks == 0) return cudaSuccess;
-  if (const Status status = allow_launch(kernel, blocks, shared_bytes, context); status.failed())
-    return status;
-  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, context.stream>>>(parameters...);
-  return cudaGetLastError();
-}
-
-// Like launch, with an attribute.
-template <class... Parameters>
-Status launch_with(cudaLaunchAttribute attribute, void (*kernel)(Parameters...), int64_t blocks, int threads,
-                   int shared_bytes, const LaunchContext& context, const Parameters&... parameters) {
-  if (blocks == 0) return cudaSuccess;
-  if (const Status status = allow_launch(kernel, blocks, shared_bytes, context); status.failed())
-    return status;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = context.stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, parameters...);
-  cudaGetLastError();
-  return error;
+  return launch_with(nullptr, kernel, blocks, threads, shared_bytes, context, parameters...);
 }
 
 // Like launch, but on 9.0 and newer the kernel may start while the one before it on the stream ends. At least
 // one thread of each block calls ptx::wait_for_grid_before(), and no thread reads or writes global memory
-// before one of its block has. The first kernel of a call is launched otherwise: XLA's kernels wait for
-// whole grids.
+// before one of its block has. Behind a kernel of XLA's that gains nothing: those let none start early.
 template <class... Parameters>
 Status launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes,
                     const LaunchContext& context, const Parameters&... parameters) {
   // Code for older cards, which runs on newer ones too, does not wait.
   cudaFuncAttributes compiled;
   if (const cudaError_t error = cudaFuncGetAttributes(&compiled, kernel); error != cudaSuccess) {
-    cudaGetLastError();  // or the next launch of this thread would report it
+    cudaGetLastError();  // as in launch_with
     return error;
   }
   if (context.compute_capability < 90 || compiled.ptxVersion < 90) {
@@ -99,7 +95,7 @@ Status launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, 
   cudaLaunchAttribute may_start_early = {};
   may_start_early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   may_start_early.val.programmaticStreamSerializationAllowed = 1;
-  return launch_with(may_start_early, kernel, blocks, threads, shared_bytes, context, parameters...);
+  return launch_with(&may_start_early, kernel, blocks, threads, shared_bytes, context, parameters...);
 }
 
 // Like launch, with clusters of two blocks, `pairs` of them. Compute capability 9.0.
@@ -109,7 +105,7 @@ Status launch_pairs(void (*kernel)(Parameters...), int64_t pairs, int threads, i
   cudaLaunchAttribute in_pairs = {};
   in_pairs.id = cudaLaunchAttributeClusterDimension;
   in_pairs.val.clusterDim = {2, 1, 1};
-  return launch_with(in_pairs, kernel, 2 * pairs, threads, shared_bytes, context, parameters...);
+  return launch_with(&in_pairs, kernel, 2 * pairs, threads, shared_bytes, context, parameters...);
 }
 
 __host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -13,7 +13,7 @@ namespace jax_flash::cuda {
 namespace {
 
 inline constexpr int kThreads = 256;
-inline constexpr int kMaxColumns = 256;  // Hopper's kernels have no more
+inline constexpr int kMaxColumns = 256;  // Hopper's kernels for float32 have no more
 inline constexpr int kSteps = 8;         // rows of a block that a thread has a part of: 32 KB
 inline constexpr int kBlocksPerSm = 4;
 inline constexpr int kGroupRows = 32;  // about so many does PlaneScales::hold look at together, if one plane

@@ -68,12 +68,7 @@ def _for_the_host(text: str) -> str:
         r"uint8_t* \1 = emulator::dynamic_shared();",
         text,
     )
-    text = text.replace("__shared__", "static")
-    return re.sub(
-        r"kernel<<<(.*), (.*), (.*), .*>>>\(parameters\.\.\.\);",
-        r"emulator::launch(\1, \2, \3, [&] { kernel(parameters...); });",
-        text,
-    )
+    return text.replace("__shared__", "static")
 
 
 def _sources() -> dict[str, str]:

@@ -1,4 +1,5 @@
-// dq alone, without atomic additions: the second half of the deterministic backward pass.
+// dq alone, without atomic additions: the second half of a backward pass that does not sum dq in memory, as
+// the deterministic one.
 //
 // Built like the forward kernel: a block owns kBlockM rows of dq for one head and walks the visible blocks of
 // keys. p, dp and ds stay in a warp's registers, where ds is the first operand of dq += ds k.

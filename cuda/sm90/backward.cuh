@@ -1,17 +1,17 @@
 // Backward attention for Hopper (compute capability 9.0a): wgmma products, TMA copies, specialized warps, in
 // the order of Shah et al., FlashAttention-3, arXiv:2407.08608.
 //
-// dK/dV split over keys: a thread block owns 128 rows of k and v of one key head (64 at head dim 256) and
-// keeps the float32 sums dk and dv in registers. It walks the blocks of queries that may see them, in every
-// query head of the group, recomputes the probabilities from lse and adds
+// dK/dV split over keys: a thread block owns 128 rows of k and v of one key head (64 from head dim
+// 256 on) and keeps the float32 sums dk and dv in registers. It walks the blocks of queries that may see
+// them, in every query head of the group, recomputes the probabilities from lse and adds
 //
 //   dv += p^T dout        ds = p * (dout v^T - delta)        dk += ds^T q        dq += ds k
 //
 // Scores are transposed, 64 keys in each of two consumer warpgroups, so that p^T and ds^T are operands as
-// they lie in registers. Only dq needs ds of both consumers: it goes through shared memory. At head dim
-// 256, dk and dv of that many keys do not fit in registers. There both consumers share 64 keys, compute the
-// scores of half of the queries each, and own half of the columns of dk and dv, so that p^T and ds^T go
-// through shared memory.
+// they lie in registers. Only dq needs ds of both consumers: it goes through shared memory. From head
+// dim 256 on, dk and dv of that many keys do not fit in registers. There both consumers share 64 keys,
+// compute the scores of half of the queries each, and own half of the columns of dk and dv, so that p^T and
+// ds^T go through shared memory.
 //
 // Where there are too few tiles for all multiprocessors, or too few long causal ones to hand out one by one,
 // the query heads of a key head are divided into parts, each with tiles of its own, whose dk and dv are added
@@ -226,6 +226,9 @@ struct BackwardConfig {
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
   // Is dout v^T issued only when the scores are transformed? Until then it needs no registers.
   static constexpr bool kTakesTurns = kPolicy.is_general() && kColumns + kColumnsV > 256;
+  // Do a mask alone and a staged bias alone have loops of their own? Above 128 columns they gained nothing;
+  // with planes of 128 columns, which have two operands of ds, they would keep 40 values in memory.
+  static constexpr bool kHasLoops = kPolicy.may_stage_bias() && !(kPlanes && kColumns + kColumnsV == 256);
   // setmaxnreg redistributes the 168 registers a thread that the block was launched with. With 24, producers
   // keep some values in memory; small head dims leave them more.
   static constexpr int kProducerRegisters = kHeadDim <= 32 ? 40 : 24;
@@ -285,7 +288,8 @@ struct BackwardConfig {
   static_assert(kQChunkBytes % 1024 == 0 && kKvChunkBytes % 1024 == 0,
                 "wgmma wants tiles aligned to 1024 bytes");
   static_assert(kSharedBytes <= 227 * 1024);
-  static_assert(!kHasHalves || kHeadDim % kRowColumns == 0);
+  static_assert(!kHasHalves ||
+                (kHeadDim % kRowColumns == 0 && kHeadDimV == kHeadDim && !kByKeys && !kWithDq));
 };
 
 // Addresses in shared memory.
@@ -405,7 +409,7 @@ struct BackwardTileWork {
 template <class Config, bool kDraws, class F>
 __device__ __forceinline__ void for_each_tile(const BackwardSchedule& schedule, const BackwardParams& params,
                                               const ItemRing& ring, F f) {
-  for_each_item<kDraws>(ring, schedule.counter, block_index<Config>(), schedule.num_items, [&](int index) {
+  for_each_item<kDraws>(ring, schedule.counter, first_item<Config>(), schedule.num_items, [&](int index) {
     const int section_items = schedule.section_parts * schedule.items;
     const int section = static_cast<unsigned>(index) / section_items,
               in_section = index - section * section_items;
@@ -763,7 +767,8 @@ struct BackwardConsumer {
     issue_scores<kHeadDim, Config::kKColumns>(scores, uniform(shared.sK(kv_ring.stage, key_row())),
                                               uniform(sQ + query_row() * Config::kRowBytes));
     RowStats lse_log2;
-    if constexpr (!kIsGeneral) read_stats<0, kEarlyTiles>(lse_log2, shared.sLse(stage));
+    constexpr bool kReadsStatsEarly = !kIsGeneral && !kPolicy.may_have_mask();
+    if constexpr (kReadsStatsEarly) read_stats<0, kEarlyTiles>(lse_log2, shared.sLse(stage));
     auto issue_ds = [&] {
       dout.wait_full();
       issue_scores<Config::kHeadDimV>(ds, uniform(shared.sV(kv_ring.stage, key_row())),
@@ -841,6 +846,7 @@ struct BackwardConsumer {
     PairBits<kTiles> visible[1];
     if constexpr (kPolicy.may_have_mask()) {
       if (!is_listed_whole) load_visible(visible, pairs, work.n_start + warp_row(), m_start + query_row());
+      read_stats<0, kEarlyTiles>(lse_log2, shared.sLse(q_ring.stage));  // no registers before load_visible
     }
     ptx::wgmma_wait<1>();
     ptx::keep_in_place(scores[0]);
@@ -994,7 +1000,7 @@ struct BackwardConsumer {
   template <int kDepth, int kAColumns = Config::kRowColumns>
   __device__ __forceinline__ void issue_scores(Scores& scores, uint32_t a_tile, uint32_t b_tile) {
     sm90::issue_scores<Arithmetic, kDepth, /*kAccumulate=*/false, kAColumns>(
-        scores, own_tile<Config>(a_tile), Config::kKvChunkBytes, own_tile<Config>(b_tile),
+        scores, descriptor_address<Config>(a_tile), Config::kKvChunkBytes, descriptor_address<Config>(b_tile),
         Config::kQChunkBytes);
   }
 
@@ -1006,7 +1012,8 @@ struct BackwardConsumer {
     } else {
       const uint32_t columns = uniform(rows + consumer * (Config::kChunks / 2) * Config::kQChunkBytes);
       issue_sum<Arithmetic, kBlockM, /*kAccumulate=*/true, Config::kRowBytes>(
-          sum, own_tile<Config>(tile), Config::kQChunkBytes, own_tile<Config>(columns), Config::kQChunkBytes);
+          sum, descriptor_address<Config>(tile), Config::kQChunkBytes, descriptor_address<Config>(columns),
+          Config::kQChunkBytes);
     }
   }
 
@@ -1245,12 +1252,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       BackwardConsumer<Config, kPolicy> consumer(arguments, shared, warpgroup - 1);
       for_each([&](const auto& work) { consumer.run(work); });
     };
-    constexpr bool kHasLoops = Config::kPolicy.is_general() && !Config::kTakesTurns;
-    constexpr bool kMayStageBias = kHasLoops && Config::kPolicy.may_stage_bias();
+    constexpr bool kHasLoops = Config::kHasLoops;
     if (kHasLoops && arguments.pairs.mask_only) {
       consume.template operator()<kHasLoops ? kMaskOnly : Config::kPolicy>();
-    } else if (kMayStageBias && arguments.pairs.staged_bias_only) {
-      consume.template operator()<kMayStageBias ? kStagedBiasOnly : Config::kPolicy>();
+    } else if (kHasLoops && arguments.pairs.staged_bias_only) {
+      consume.template operator()<kHasLoops ? kStagedBiasOnly : Config::kPolicy>();
     } else {
       consume.template operator()<Config::kPolicy>();
     }
@@ -1335,7 +1341,8 @@ Status backward(const BackwardParams& params, const LaunchContext& context) {
   using Element = typename Arithmetic::Element;
   constexpr bool kPlanes = !kIs16Bit<Arithmetic>;
   if constexpr (has_halves(kHeadDim)) {
-    if (context.compute_capability == 90 && has_no_pairs(params)) return clear_gradients(params, context);
+    if (context.compute_capability == 90 && is_wide_without_pairs(params))
+      return clear_gradients(params, context);
   }
   if (!is_served(params, context) || params.head_dim_v > backward_head_dim_v(kHeadDim))
     return Status::not_served();

@@ -22,7 +22,7 @@
 //                                                          ^ tile boundary
 //
 // Barriers. A ring has "full" and "empty" for each of its stages (ring.cuh). With TMA, a phase of "full" also
-// waits for the bytes; "bar" is a hardware barrier.
+// waits for the bytes.
 //
 //   barrier      arrivals a phase               one phase        who waits   what it protects
 //   q full       2: warp 0, for q and for       item             consumers   q and dout

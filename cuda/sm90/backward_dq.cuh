@@ -1,4 +1,5 @@
-// dq alone, without additions to global memory: the second half of the deterministic backward on Hopper.
+// dq alone, without additions to global memory, on Hopper: above head dim 128, and wherever backward.cuh does
+// not sum it (sums_dq in jax_flash/_kernel_choice.py).
 //
 // A thread block owns one tile, 64 rows of dq of one head for each of its two consumers, and walks the
 // visible blocks of keys from the last to the first. p, dp and ds stay in a warp's registers, and ds is the
@@ -112,7 +113,7 @@ struct BackwardDqConfig {
   static constexpr int kSharedBytes = kBarriers + 8 * kNumBarriers;
   static_assert(kKvChunkBytes % 1024 == 0, "wgmma wants tiles aligned to 1024 bytes");
   static_assert(kSharedBytes <= 227 * 1024);
-  static_assert(!kHasHalves || kHeadDim % kRowColumns == 0);
+  static_assert(!kHasHalves || (kHeadDim % kRowColumns == 0 && kHeadDimV == kHeadDim));
 };
 
 // Addresses in shared memory.
@@ -292,13 +293,13 @@ struct BackwardDqConsumer {
     const auto k = k_ring.uniform(), v = shared.v_ring().at(k);
     Scores scores, ds;
     k.wait_full();
-    issue_scores<Arithmetic, kHeadDim>(scores, own_tile<Config>(uniform(shared.sQ(64 * consumer))),
-                                       Config::kQChunkBytes, own_tile<Config>(shared.sK(k.stage)),
+    issue_scores<Arithmetic, kHeadDim>(scores, descriptor_address<Config>(uniform(shared.sQ(64 * consumer))),
+                                       Config::kQChunkBytes, descriptor_address<Config>(shared.sK(k.stage)),
                                        Config::kKvChunkBytes);
     v.wait_full();
-    issue_scores<Arithmetic, Config::kHeadDimV>(ds, own_tile<Config>(uniform(shared.sDout(64 * consumer))),
-                                                Config::kQChunkBytes, own_tile<Config>(shared.sV(v.stage)),
-                                                Config::kKvChunkBytes);
+    issue_scores<Arithmetic, Config::kHeadDimV>(
+        ds, descriptor_address<Config>(uniform(shared.sDout(64 * consumer))), Config::kQChunkBytes,
+        descriptor_address<Config>(shared.sV(v.stage)), Config::kKvChunkBytes);
 
     // ---- p = exp(q k^T - lse), and for the soft cap p (1 - tanh^2) ----
     const int row0 = work.m_start + warp_row, column0 = work.keys.start(n);
@@ -347,7 +348,7 @@ struct BackwardDqConsumer {
     }
 
     // ---- dq += ds k ----
-    issue_sum<Arithmetic, Config::kRowBytes>(dq, operand, own_tile<Config>(shared.sK(k.stage)),
+    issue_sum<Arithmetic, Config::kRowBytes>(dq, operand, descriptor_address<Config>(shared.sK(k.stage)),
                                              Config::kKvChunkBytes);
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(dq[0]);
@@ -402,7 +403,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     for (int warp = 0; warp < 4 * Config::kConsumers; ++warp) shared.other_half(warp).init();
     ptx::barrier_init_fence();
   }
-  const BackwardDqWork<Config> work(arguments.params, block_index<Config>());
+  const BackwardDqWork<Config> work(arguments.params, first_item<Config>());
   __syncthreads();
   wait_for_other_half<Config>();
 
@@ -447,7 +448,8 @@ Status launch_backward_dq(const BackwardParams& params, const LaunchContext& con
 template <class Arithmetic, int kHeadDim>
 Status backward_dq(const BackwardParams& params, const LaunchContext& context) {
   if constexpr (has_halves(kHeadDim)) {
-    if (context.compute_capability == 90 && has_no_pairs(params)) return {};  // backward() has cleared dq
+    if (context.compute_capability == 90 && is_wide_without_pairs(params))
+      return {};  // backward() has cleared dq
   }
   if (!is_served(params, context) || params.head_dim_v > backward_head_dim_v(kHeadDim))
     return Status::not_served();

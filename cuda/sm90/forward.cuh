@@ -227,7 +227,7 @@ struct ForwardScheduler {
     auto draw = [&](int without_counter) {
       return schedule.counter ? atomicAdd(schedule.counter, 1) : without_counter;
     };
-    for (int index = draw(block_index<Config>());;) {
+    for (int index = draw(first_item<Config>());;) {
       typename Config::Tile& tile = shared.tile(tile_ring.stage);
       tile_ring.wait_empty();
       write_tile<Config::kBlockN, Config::kIsSplit>(schedule, arguments.params, index, tile);
@@ -514,8 +514,9 @@ struct ForwardConsumer {
                                                    Config::kQPlaneBytes, sK, Config::kKvChunkBytes,
                                                    Config::kKvPlaneBytes);
     } else {
-      sm90::issue_scores<Arithmetic, kHeadDim>(scores, own_tile<Config>(q_rows()), Config::kQChunkBytes,
-                                               own_tile<Config>(sK), Config::kKvChunkBytes);
+      sm90::issue_scores<Arithmetic, kHeadDim>(scores, descriptor_address<Config>(q_rows()),
+                                               Config::kQChunkBytes, descriptor_address<Config>(sK),
+                                               Config::kKvChunkBytes);
     }
   }
 
@@ -525,7 +526,8 @@ struct ForwardConsumer {
       issue_sum_of_planes<Arithmetic, Config::kRowBytes>(of_block, p, sV, Config::kKvChunkBytes,
                                                          Config::kKvPlaneBytes);
     } else {
-      issue_sum<Arithmetic, Config::kRowBytes>(out, p[0], own_tile<Config>(sV), Config::kKvChunkBytes);
+      issue_sum<Arithmetic, Config::kRowBytes>(out, p[0], descriptor_address<Config>(sV),
+                                               Config::kKvChunkBytes);
     }
   }
 
@@ -973,7 +975,7 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
 template <class Arithmetic, int kHeadDim>
 Status forward(const ForwardParams& params, const LaunchContext& context) {
   if constexpr (has_halves(kHeadDim)) {
-    if (context.compute_capability == 90 && has_no_pairs(params)) {
+    if (context.compute_capability == 90 && is_wide_without_pairs(params)) {
       ForwardParams without_parts = params;
       without_parts.num_key_parts = 0;
       return launch_combine<Arithmetic, kHeadDim>(without_parts, context);

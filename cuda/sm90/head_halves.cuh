@@ -35,31 +35,34 @@ __device__ __forceinline__ int first_column() {
   return Config::kHasHalves ? Config::kHeadDim * ptx::cluster_rank() : 0;
 }
 
-// Which tile is this block's first.
+// The number of the first tile of this block, or of its cluster.
 template <class Config>
-__device__ __forceinline__ unsigned block_index() {
+__device__ __forceinline__ unsigned first_item() {
   return Config::kHasHalves ? blockIdx.x / 2 : blockIdx.x;
 }
 
-// The address of a tile of this block as descriptors of products have it. In a cluster, bits above these say
-// which block's it is.
+// A tile's address as descriptors of products have it. In a cluster, bits above these say which block's it
+// is.
 template <class Config>
-__device__ __forceinline__ uint32_t own_tile(uint32_t address) {
+__device__ __forceinline__ uint32_t descriptor_address(uint32_t address) {
   return Config::kHasHalves ? address & ((1 << 18) - 1) : address;
 }
 
-// Is there no pair of a query and a key? No portable kernel serves that for wide heads.
-inline bool has_no_pairs(const AttentionParams& params) {
-  return params.batch * params.num_heads * params.seqlen_q * params.seqlen_kv == 0;
+// Wide heads without a single pair of a query and a key: no portable kernel serves these.
+inline bool is_wide_without_pairs(const AttentionParams& params) {
+  return has_halves(std::max(params.head_dim, params.head_dim_v)) &&
+         params.batch * params.num_heads * params.seqlen_q * params.seqlen_kv == 0;
 }
 
 inline Status clear_gradients(const BackwardParams& params, const LaunchContext& context) {
-  const int64_t rows = params.batch * params.seqlen_q * params.num_heads,
+  const int64_t queries = params.batch * params.seqlen_q * params.num_heads,
                 keys = params.batch * params.seqlen_kv * params.num_kv_heads;
-  cudaError_t error = cudaMemsetAsync(params.dq, 0, 2 * rows * params.head_dim, context.stream);
-  if (error == cudaSuccess) error = cudaMemsetAsync(params.dk, 0, 2 * keys * params.head_dim, context.stream);
-  if (error == cudaSuccess)
-    error = cudaMemsetAsync(params.dv, 0, 2 * keys * params.head_dim_v, context.stream);
+  auto clear = [&](void* gradient, int64_t bytes) {
+    return bytes == 0 ? cudaSuccess : cudaMemsetAsync(gradient, 0, bytes, context.stream);
+  };
+  cudaError_t error = clear(params.dq, 2 * queries * params.head_dim);
+  if (error == cudaSuccess) error = clear(params.dk, 2 * keys * params.head_dim);
+  if (error == cudaSuccess) error = clear(params.dv, 2 * keys * params.head_dim_v);
   return error;
 }
 

@@ -61,7 +61,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
 template <class... Parameters>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Parameters&... parameters) {
-  const bool in_pairs = config->attrs->id == cudaLaunchAttributeClusterDimension;
+  const bool in_pairs = config->numAttrs == 1 && config->attrs->id == cudaLaunchAttributeClusterDimension;
   emulator::launch(
       config->gridDim.x, static_cast<int>(config->blockDim.x), static_cast<int>(config->dynamicSmemBytes),
       [&] { kernel(parameters...); }, in_pairs ? 2 : 1);
