@@ -24,8 +24,7 @@ _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 _INT32 = np.iinfo(np.int32)
 _MAX_CUDA_HEAD_DIMS = {2: 512, 4: 256, 8: 128}  # by the bytes of an element
 _MAX_PORTABLE_HEAD_DIM = 256  # above it only Hopper has kernels
-# Compute capabilities whose blocks have 99 KB of shared memory, and the largest head dim whose tiles fit there.
-_SMALL_GPUS = ("8.6", "8.9", "12.0", "12.1")
+# The largest head dim whose tiles fit into 99 KB of shared memory.
 _MAX_SMALL_GPU_GRADIENT_HEAD_DIM = {"float32": 128, "float64": 64}
 _USE_XLA = 'Pass implementation="xla" (plain XLA, with memory that grows as T * S).'
 
@@ -230,18 +229,19 @@ def check_cuda(
             '64 or 128 if you also pass JAX_FLASH_HEAD_DIMS, or pass implementation="xla".'
         )
     if head_dim > _MAX_PORTABLE_HEAD_DIM:
-        _check_wide_heads(dtype, head_dims, page_size)
+        _check_wide_heads(head_dims, page_size)
+    _check_is_compiled("backward" if is_gradient else "forward", dtype, head_dims)
     largest = _MAX_SMALL_GPU_GRADIENT_HEAD_DIM.get(dtype.name, head_dim)
     if is_gradient and head_dim > largest:
         for device in _ffi.local_gpus():
-            if device.compute_capability in _SMALL_GPUS:
+            if device.compute_capability in _kernel_choice.SMALL_GPUS:
                 raise NotImplementedError(
                     f"On {device.device_kind} the gradient in {dtype.name} supports head dims up to {largest}, got "
                     f"{head_dim}: its blocks have 99 KB of shared memory. {_USE_XLA}"
                 )
 
 
-def _check_wide_heads(dtype: np.dtype, head_dims: tuple[int, int], page_size: int | None) -> None:
+def _check_wide_heads(head_dims: tuple[int, int], page_size: int | None) -> None:
     over = f"Head dims over {_MAX_PORTABLE_HEAD_DIM}"
     for device in _ffi.local_gpus():
         if device.compute_capability != "9.0":
@@ -260,12 +260,23 @@ def _check_wide_heads(dtype: np.dtype, head_dims: tuple[int, int], page_size: in
             f"With head dims over {_MAX_PORTABLE_HEAD_DIM}, a page's size must be a multiple of 8 on a GPU, got "
             f"{page_size}. {_USE_XLA}"
         )
-    if not _kernel_choice.kernel_head_dim("forward sm90", dtype, max(head_dims)):
-        raise NotImplementedError(
-            f"This build of jax_flash has no kernel for head dim {max(head_dims)}. Install it again with 90 in "
-            "JAX_FLASH_CUDA_ARCHS and 512 in JAX_FLASH_HEAD_DIMS, as by default on an H100 or H200, or pass "
-            'implementation="xla".'
-        )
+
+
+def _check_is_compiled(direction: str, dtype: np.dtype, head_dims: tuple[int, int]) -> None:
+    """Refuses head dims that a build for others, by JAX_FLASH_HEAD_DIMS or JAX_FLASH_CUDA_ARCHS, has no kernel for."""
+    head_dim = max(head_dims)
+    archs = ["sm80"]
+    is_hopper = all(device.compute_capability == "9.0" for device in _ffi.local_gpus())
+    if is_hopper and not any(head_dim % 8 for head_dim in head_dims):
+        archs.append("sm90")
+    if any(_kernel_choice.kernel_head_dim(f"{direction} {arch}", dtype, head_dim) for arch in archs):
+        return
+    missing = next(size for size in (64, 128, 256, 512) if size >= head_dim)
+    architecture = " and 90 in JAX_FLASH_CUDA_ARCHS" if missing == 512 else ""
+    raise NotImplementedError(
+        f"This build of jax_flash has no {direction} kernel for head dim {head_dim} in {dtype.name}. Install it again "
+        f'with {missing} in JAX_FLASH_HEAD_DIMS{architecture}, as by default, or pass implementation="xla".'
+    )
 
 
 def refuse_derivative_of_pages() -> None:

@@ -11,10 +11,10 @@ from . import _ffi, _library
 from ._options import AttentionOptions
 from ._passes import BACKWARD, FORWARD, Pass
 
-_HOPPER_MULTIPROCESSORS = 132  # of H100 and H200
+_HOPPER_MULTIPROCESSORS = 132  # of H200, and of H100 but for the PCIe card
 
-# Compute capabilities with 163 KB of shared memory or more for a block; others have 99 KB.
-_LARGE_SHARED_MEMORY = ("8.0", "8.7", "9.0", "10.0", "10.3", "11.0")
+# Compute capabilities with 99 KB of shared memory for a block; others have 163 KB or more.
+SMALL_GPUS = ("8.6", "8.9", "12.0", "12.1")
 
 # With these, Hopper's forward pass runs in its general form.
 _PAIR_OPERANDS = {"mask", "bias", "alibi_slopes", "query_segment_ids", "scale_factor"}
@@ -199,6 +199,6 @@ def has_tangent_kernel(q, k, v) -> bool:
 def backward_tangent_fits(q, k, v) -> bool:
     """Whether there is a CUDA kernel whose tiles fit into the shared memory of the GPUs: see cuda/tiles.h."""
     gpus = _ffi.local_gpus()
-    has_room = gpus and all(gpu.compute_capability in _LARGE_SHARED_MEMORY for gpu in gpus)
+    has_room = gpus and all(gpu.compute_capability not in SMALL_GPUS for gpu in gpus)
     largest = {2: (128, 256), 4: (64, 128), 8: (0, 64)}[q.dtype.itemsize][bool(has_room)]
     return 0 < kernel_head_dim("backward_tangent sm80", q.dtype, max(q.shape[-1], v.shape[-1])) <= largest

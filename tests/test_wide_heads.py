@@ -145,6 +145,14 @@ def test_derivatives(composition, platform):
         assert np.linalg.norm(a.astype(np.float64) - b) <= 2e-2 * np.linalg.norm(b)
 
 
+# What a build has: by default, but for float16 without 512, and for float32 without 256; and gradients up to 384.
+BUILD = [
+    *(f"{direction} sm80 {dtype} 256" for direction in ("forward", "backward") for dtype in ("bfloat16", "float16")),
+    *(f"{direction} sm80 {dtype} 128" for direction in ("forward", "backward") for dtype in ("tf32", "float64")),
+    *("forward sm90 bfloat16 512", "backward sm90 bfloat16 384", "forward sm90 float16 256"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("dtype", "head_dims", "page_size", "capability", "message"),
     [
@@ -156,21 +164,57 @@ def test_derivatives(composition, platform):
         ("bfloat16", (512, 500), None, "9.0", "must be multiples of 8 on a GPU, got 500"),
         ("bfloat16", (512, 512), 12, "9.0", "a page's size must be a multiple of 8 on a GPU, got 12"),
         ("bfloat16", (512, 512), None, "8.0", r"9.0 \(H100, H200\), got 512 on a GPU \(8.0\)"),
-        ("float16", (512, 512), None, "9.0", "no kernel for head dim 512"),
+        ("float16", (512, 512), None, "9.0", "no forward kernel for head dim 512 in float16.* 512 in"),
+        ("float32", (192, 8), None, "9.0", "no forward kernel for head dim 192 in float32.* 256 in"),
         ("float32", (512, 512), None, "9.0", "head dims up to 256 in float32, got 512"),
         ("float64", (136, 136), None, "9.0", "head dims up to 128 in float64, got 136"),
     ],
 )
 def test_what_is_refused(dtype, head_dims, page_size, capability, message, monkeypatch):
-    harness.set_local_gpus(monkeypatch, capability)
-    kernels = ["forward sm90 bfloat16 512", "forward sm90 float16 256", "forward sm80 float64 128"]
+    check = check_of_build(BUILD, capability, monkeypatch)
+    assert_refuses(message, check, jnp.dtype(dtype), head_dims, is_gradient=False, page_size=page_size)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "message"),
+    [
+        ("bfloat16", 320, None),
+        ("bfloat16", 512, "no backward kernel for head dim 512 in bfloat16"),
+        ("float16", 320, "no backward kernel for head dim 320 in float16"),
+        ("float32", 136, "no backward kernel for head dim 136 in float32"),
+    ],
+)
+def test_what_gradients_are_refused(dtype, head_dim, message, monkeypatch):
+    check = check_of_build(BUILD, "9.0", monkeypatch)
+    assert_refuses(message, check, jnp.dtype(dtype), (head_dim, head_dim), is_gradient=True)
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "capability", "message"),
+    [
+        ((192, 192), "9.0", None),
+        ((192, 192), None, None),
+        ((192, 192), "8.0", "no forward kernel for head dim 192"),
+        ((190, 192), "9.0", "no forward kernel for head dim 192"),
+    ],
+)
+def test_hopper_kernels_serve_what_portable_ones_do_not(head_dims, capability, message, monkeypatch):
+    """If it is Hopper that a program is lowered for, as it may be without a GPU."""
+    kernels = ["forward sm80 bfloat16 128", "forward sm90 bfloat16 512"]
+    check = check_of_build(kernels, capability, monkeypatch)
+    assert_refuses(message, check, jnp.dtype("bfloat16"), head_dims, is_gradient=False)
+
+
+def check_of_build(kernels, capability, monkeypatch):
+    harness.set_local_gpus(monkeypatch, *([capability] if capability else []))
     monkeypatch.setattr(_checks._ffi, "check_gpu_kernels", lambda: None)
     monkeypatch.setattr(_checks._ffi, "build_info", lambda: {"kernels": kernels})
-    check = functools.partial(
-        _checks.check_cuda, jnp.dtype(dtype), head_dims, is_gradient=True, page_size=page_size
-    )
+    return _checks.check_cuda
+
+
+def assert_refuses(message, check, *args, **kwargs):
     if message is None:
-        check()
+        check(*args, **kwargs)
         return
     with pytest.raises(NotImplementedError, match=message):
-        check()
+        check(*args, **kwargs)
