@@ -112,10 +112,10 @@ def flash_attention(
       TypeError: an argument has the wrong type or dtype, or a static option is traced.
       ValueError: an argument has the wrong rank, shape or value.
       NotImplementedError: the fused kernels do not support this call, and `implementation="xla"` does: third
-        derivatives, platforms and GPUs that this build has no kernels for and, on a GPU, head dims over 256 (in float64
-        over 128; in 16 bits on Hopper over 512, and above 256 both must be multiples of 8) and, if a block has 99 KB of
-        shared memory, gradients of head dims over 128 in float32 and over 64 in float64. What depends on the platform
-        is raised while the call is lowered. Also derivatives of a call with `page_indices`.
+        derivatives, platforms and GPUs that this build has no kernels for and, on a GPU, head dims over 256 (16 bits on
+        Hopper: 512, in multiples of 8; float64: 128) and, if a block has 99 KB of shared memory, gradients of head dims
+        over 128 in float32 and over 64 in float64. What depends on the platform is raised while the call is lowered.
+        Also derivatives of a call with `page_indices`.
     """
     _checks.check_implementation(implementation)
     forward_mode = static_bool("forward_mode", forward_mode)
