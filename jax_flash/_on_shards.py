@@ -119,7 +119,7 @@ class _Plan:
 
     def __init__(self, sharded: _ShardedCall, mesh: Mesh, args: dict[str, Any], results: dict[str, Any]):
         self._sharded = sharded
-        mesh_axes = self._mesh_axes(mesh, args["q"])
+        mesh_axes = self._mesh_axes(mesh, args)
         self._halo, self._exchange = self._halo_or_exchange(mesh, mesh_axes, args)
         self._num_rows = sharded.seqlen_q // _sharding.num_parts(mesh, mesh_axes["t"])
         if "dropout_seeds" in args and self._num_rows % _dropout.UNIT and not self._exchange:
@@ -148,14 +148,26 @@ class _Plan:
         self.arg_shardings = {name: sharding(name, axes) for name, axes in sharded.arg_axes.items()}
         self.result_shardings = {name: sharding(name, axes) for name, axes in sharded.result_axes.items()}
 
-    def _mesh_axes(self, mesh: Mesh, q: Any) -> dict[str, Any]:
-        """The axes of the mesh that partition batch axes, rows and query heads, as they do those of the queries."""
+    def _mesh_axes(self, mesh: Mesh, args: dict[str, Any]) -> dict[str, Any]:
+        """The axes of the mesh that partition batch axes, rows and query heads.
+
+        They are those of the queries. Where queries are whole, they are those of the keys: to take a part of the
+        queries is free, and to gather the keys, a cache say, is not.
+        """
         sharded = self._sharded
-        *batch, rows, heads, _ = _divisible_spec(mesh, q)
+        *batch, rows, heads, _ = _divisible_spec(mesh, args["q"])
         if sharded.num_kv_heads % _sharding.num_parts(mesh, heads):
             heads = None  # a group of query heads and its key head stay on one device
         if sharded.seqlen_q // _sharding.num_parts(mesh, rows) == sharded.seqlen_q:
             rows = None
+        *of_keys, _, key_heads, _ = _divisible_spec(mesh, args.get("k", args.get("k_pages")))
+        if "k_pages" in args:
+            of_keys = [None] * len(batch)  # pages of all sequences
+        taken = {axis for axes in (*batch, rows, heads) for axis in _sharding.as_tuple(axes)}
+        free = [
+            None if taken.intersection(_sharding.as_tuple(axes)) else axes for axes in (*of_keys, key_heads)
+        ]
+        *batch, heads = (own or other for own, other in zip((*batch, heads), free, strict=True))
         mesh_axes = {f"b{i}": axes for i, axes in enumerate(batch)} | {"t": rows, "n": heads}
         if sharded.whole_mesh and sum(size > 1 for size in mesh.shape.values()) > 1:
             # Beside manual axes XLA does not say which of several axes partition an array: those named here may be

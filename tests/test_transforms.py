@@ -19,6 +19,7 @@ import quick
 from closeness import assert_close
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from strategies import collectives
 
 import jax_flash
 
@@ -475,6 +476,38 @@ def test_other_shardings_give_the_same(spec, spec_kv):
     value, gradients = jax.jit(value_and_gradients)(*placed, {})
     np.testing.assert_allclose(value, np.sin(out).sum(), rtol=1e-4, atol=1e-3)
     assert_gradients_close(gradients, want)
+
+
+# Partitions of the queries and of the keys.
+QUERIES_OF_FEWER_AXES = {
+    "heads of keys": (P(), P(None, None, ("batch", "heads"))),
+    "batch of keys": (P(), P(("batch", "heads"))),
+    "batch and heads of keys": (P(), P("batch", None, "heads")),
+    "heads of keys beside a batch": (P("batch"), P("batch", None, "heads")),
+    "heads of keys beside rows": (P(None, "batch"), P(None, None, "heads")),
+}
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("spec", "spec_kv"), QUERIES_OF_FEWER_AXES.values(), ids=QUERIES_OF_FEWER_AXES.keys()
+)
+def test_keys_are_not_gathered_for_whole_queries(spec, spec_kv, kind):
+    """As in decoding with a cache that is sharded: each device takes its part of the queries."""
+    devices = np.array(jax.devices("cpu")).reshape(2, 4)
+    mesh = Mesh(devices, ("batch", "heads"), axis_types=(kind, kind))
+    args = qkv(8, s=16, n=16, k=8)
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, (spec, spec_kv, spec_kv), strict=True)
+    ]
+    out, want = exact_rows(*args, {})
+    f = jax.jit(value_and_gradients)
+    value, gradients = f(*placed, {})
+    np.testing.assert_allclose(value, np.sin(out).sum(), rtol=1e-4, atol=1e-3)
+    assert_gradients_close(gradients, want)
+    moved = collectives(f.lower(*placed, {}).compile().as_text())
+    of_keys = {kind for kind, shape in moved if shape[-3:-2] == (16,)}
+    assert of_keys <= {"all-reduce"}, moved  # of parts of gradients, where rows are sharded
 
 
 def test_one_key_head_with_sharded_query_heads():
