@@ -94,9 +94,7 @@ def check_page_indices(page_indices: Any, key_value_seq_lengths: Any, batch: int
     """Checks the pages of each sequence, int32 [B, P] or without a batch axis [P]; returns [B, P]."""
     if page_indices is None:
         return None
-    page_indices = as_array("page_indices", page_indices)
-    if page_indices.dtype != jnp.int32:
-        raise TypeError(f"page_indices must be int32, got {page_indices.dtype}.")
+    page_indices = _int32_array("page_indices", page_indices)
     if batch is None and page_indices.ndim == 1:
         page_indices = page_indices[None]
     if page_indices.ndim != 2 or page_indices.shape[0] != (1 if batch is None else batch):
@@ -187,10 +185,8 @@ def check_segment_ids(
         )
     else:
         segment_ids = (segment_ids, segment_ids)
-    query_ids, key_ids = (as_array("segment_ids", ids) for ids in segment_ids)
+    query_ids, key_ids = (_int32_array("segment_ids", ids) for ids in segment_ids)
     for ids, seqlen in ((query_ids, seqlen_q), (key_ids, seqlen_kv)):
-        if ids.dtype != jnp.int32:
-            raise TypeError(f"segment_ids must be int32, got {ids.dtype}.")
         if ids.shape != (*batch, seqlen):
             raise ValueError(f"segment_ids must have shape {[*batch, seqlen]}, got {_shape(ids)}.")
     return query_ids, key_ids
@@ -208,6 +204,8 @@ def check_dropout_rng(dropout_rng: Any, rate: float) -> jax.Array | None:
         raise TypeError(f"dropout_rng must be a PRNG key, as of jax.random.key, got {describe(rng)}.")
     if rng.ndim != (0 if is_key else 1):
         raise ValueError(f"dropout_rng must be a single PRNG key, got {_shape(rng)}.")
+    if not is_key and rng.shape != (size := jax.eval_shape(jax.random.PRNGKey, 0).shape):
+        raise ValueError(f"dropout_rng must be a PRNG key of {size[0]} words, got {_shape(rng)}.")
     return rng
 
 
@@ -312,14 +310,20 @@ def _int32(name: str, value: Any) -> int:
     return number
 
 
-def _int32_per_batch(name: str, x: Any, batch: int | None, *, allow_scalar: bool) -> jax.Array:
+def _int32_array(name: str, x: Any) -> jax.Array:
     given, x = x, as_array(name, x)
-    size = 1 if batch is None else batch
-    is_integer = isinstance(given, np.ndarray | np.generic) and given.dtype.kind in "iu"
-    if is_integer and np.any((given < _INT32.min) | (given > _INT32.max)):
-        raise ValueError(f"{name} must fit in int32, got {given}.")  # JAX would wrap it around
+    if isinstance(given, np.ndarray | np.generic) and given.dtype.kind in "iu":
+        outside = given[(given < _INT32.min) | (given > _INT32.max)]
+        if outside.size:  # JAX would wrap it around
+            raise ValueError(f"{name} must fit in int32, got {outside.flat[0]}.")
     if x.dtype != jnp.int32:
         raise TypeError(f"{name} must be int32, got {x.dtype}.")
+    return x
+
+
+def _int32_per_batch(name: str, x: Any, batch: int | None, *, allow_scalar: bool) -> jax.Array:
+    x = _int32_array(name, x)
+    size = 1 if batch is None else batch
     if x.shape != (size,) and not (allow_scalar and x.ndim == 0):
         scalar = " or be a scalar" if allow_scalar else ""
         raise ValueError(f"{name} must have shape [{size}] (the batch size){scalar}, got {_shape(x)}.")

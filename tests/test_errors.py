@@ -154,6 +154,9 @@ CALLS = {
     "segments of one for T != S": (dict(segment_ids=i32(2, 4)), ValueError, "segment_ids", "pair", "4"),
     "float segments": (dict(segment_ids=(f32(2, 4), f32(2, 5))), TypeError, "segment_ids", "int32", "float32"),
     "segments of rank 1": (dict(segment_ids=(i32(2), i32(2))), ValueError, "segment_ids", "[2, 4]", "[2]"),
+    "segments beyond int32": (
+        dict(segment_ids=(i32(2, 4), np.full((2, 5), 2**32))), ValueError, "segment_ids", "int32", "4294967296",
+    ),
     "segments of three": (dict(segment_ids=(i32(2, 4),) * 3), ValueError, "segment_ids", "pair", "3"),
     "segments of another batch": (
         dict(segment_ids=(i32(2, 4), i32(1, 5))), ValueError, "segment_ids", "[2, 5]", "[1, 5]",
@@ -185,6 +188,9 @@ CALLS = {
     "other head dim in pages": (
         PAGED | dict(key=f32(7, 8, 3, 16)), ValueError, "key", "head dim 8", "[7, 8, 3, 16]",
     ),
+    "pages beyond int32": (
+        PAGED | dict(page_indices=np.full((2, 4), -(2**32))), ValueError, "page_indices", "int32", "-4294967296",
+    ),
     "mask for one page": (PAGED | dict(mask=boolean(4, 8)), ValueError, "mask", "[2, 6, 4, 32]", "[4, 8]"),
     "segments of pages": (
         PAGED | dict(segment_ids=(i32(2, 4), i32(7, 8))), ValueError, "segment_ids", "[2, 32]", "[7, 8]",
@@ -215,6 +221,9 @@ CALLS = {
     "several raw keys": (
         dict(dropout_rate=0.1, dropout_rng=jnp.zeros((3, 2), jnp.uint32)),
         ValueError, "dropout_rng", "single", "[3, 2]",
+    ),
+    "raw key of three words": (
+        dict(dropout_rate=0.1, dropout_rng=jnp.zeros(3, jnp.uint32)), ValueError, "dropout_rng", "2 words", "[3]",
     ),
     "dropout is a string": (dict(dropout_rate="0.1"), TypeError, "dropout_rate", "number", "'0.1'"),
 }  # fmt: skip
