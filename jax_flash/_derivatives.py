@@ -66,7 +66,7 @@ def gradients(arrays: Arrays, wanted: Sequence[str], options: AttentionOptions) 
     if set(wanted) & set(_BIASES):
         found[_bias_of(arrays)] = _bind(_backward_bias_p, arrays, options)[0]
     if "sinks" in wanted:
-        found["sinks"] = _sinks_gradient(arrays)
+        found["sinks"] = _of_any_ranks(_sinks_gradient)(arrays)
     return {name: found[name] for name in wanted}
 
 
@@ -78,7 +78,7 @@ def _gradient_tangents(arrays: Arrays, wanted: Sequence[str], options: Attention
     if set(wanted) & set(_BIASES):
         found[_bias_of(arrays)] = _bind(_backward_bias_tangent_p, arrays, options)[0]
     if "sinks" in wanted:
-        found["sinks"] = _sinks_gradient_tangent(arrays)
+        found["sinks"] = _of_any_ranks(_sinks_gradient_tangent)(arrays)
     return {name: found[name] for name in wanted}
 
 
@@ -90,6 +90,17 @@ def _tangents(arrays: Arrays, options: AttentionOptions) -> Arrays:
 def _bind(primitive: Primitive, arrays: Arrays, options: AttentionOptions) -> list[jax.Array]:
     named = {name: arrays[name] for name in _ARGUMENTS[primitive] if name in arrays}
     return primitive.bind(*named.values(), names=tuple(named), options=options)
+
+
+def _of_any_ranks(function: Callable) -> Callable:
+    """The function, which may broadcast arrays [B, ...] against [D, B, ...] whatever the user's configuration."""
+
+    @functools.wraps(function)
+    def run(*args):
+        with jax.numpy_rank_promotion("allow"):
+            return function(*args)
+
+    return run
 
 
 def _names_of_backward(names: Any) -> tuple[str, ...]:
@@ -502,7 +513,9 @@ def _batch(primitive: Primitive, args: Sequence, dims: Sequence, *, names: tuple
 
 def _define(name: str, arguments: Sequence[str], avals: Callable, compute: Callable) -> Primitive:
     def named(function: Callable) -> Callable:
-        return lambda *args, names, options: function(dict(zip(names, args, strict=True)), options)
+        return lambda *args, names, options: _of_any_ranks(function)(
+            dict(zip(names, args, strict=True)), options
+        )
 
     primitive = _primitives.define(f"jax_flash_{name}", named(lambda arrays, options: avals(arrays)))
     _ARGUMENTS[primitive] = tuple(arguments)

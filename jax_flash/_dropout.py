@@ -41,11 +41,12 @@ def of_part(seeds: jax.Array, row: jax.Array | int, column: jax.Array | int) -> 
 
 def keep(seeds: jax.Array, rate: float, seqlen_q: int, seqlen_kv: int) -> jax.Array:
     """Which pairs dropout of `rate` keeps: bool [B, N, T, S], from seeds [B, N, 5]."""
-    return keep_pairs(seeds, rate, jnp.arange(seqlen_q)[:, None], jnp.arange(seqlen_kv))
+    row, column = jnp.arange(seqlen_q)[None, None, :, None], jnp.arange(seqlen_kv)[None, None, None]
+    return keep_pairs(seeds, rate, row, column)
 
 
 def keep_pairs(seeds: jax.Array, rate: float, row: jax.Array, column: jax.Array) -> jax.Array:
-    """The same for the given rows [T, 1] and columns [S]."""
+    """The same for the given rows [..., T, 1] and columns [..., S]."""
     row = row.astype(jnp.uint32) + seeds[..., 3, None, None]
     column = column.astype(jnp.uint32) + seeds[..., 4, None, None]
     counter = (

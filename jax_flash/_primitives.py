@@ -366,7 +366,7 @@ def _lower_blocked(compute: Callable, call: Pass, ctx, *args, operands, options)
             return [jnp.zeros(x.shape, x.dtype) for x in ctx.avals_out]
         named = call.by_name(args, operands)
         folded = {name: x.reshape(_fold(x, name).shape) for name, x in named.items()}
-        with _on_shards.no_mesh():
+        with _on_shards.no_mesh(), jax.numpy_rank_promotion("allow"):
             results = zip(compute(folded, options), ctx.avals_out, strict=True)
         return [x.reshape(aval.shape) for x, aval in results]
 

@@ -46,8 +46,8 @@ def attention(
     groups = (num_kv_heads, num_heads // max(num_kv_heads, 1))
     dtype = sum_dtype(query.dtype)
 
-    row = jnp.arange(seqlen_q, dtype=jnp.int32)[:, None]  # [T, 1]
-    column = jnp.arange(seqlen_kv, dtype=jnp.int32)  # [S]
+    row = jnp.arange(seqlen_q, dtype=jnp.int32)[None, None, :, None]  # [1, 1, T, 1]
+    column = jnp.arange(seqlen_kv, dtype=jnp.int32)[None, None, None]  # [1, 1, 1, S]
     row_exists, column_exists = existing(row, column, operands)
     # Rows beyond the lengths may hold anything. They are replaced here, as 0 * NaN is NaN, forward and backward.
     query = jnp.where(_per_row(row_exists), query, 0)
@@ -100,7 +100,7 @@ def attention(
 def existing(
     row: jax.Array, column: jax.Array, operands: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Which of the rows [T, 1] and columns [S] lie within the lengths: [B or 1, 1, T, 1] and [B or 1, 1, 1, S]."""
+    """Which rows [..., T, 1] and columns [..., S] lie within the lengths: [B or 1, 1, T, 1], [B or 1, 1, 1, S]."""
     lengths = operands.get("query_seq_lengths"), operands.get("key_value_seq_lengths")
     return _below(row, lengths[0]), _below(column, lengths[1])
 
@@ -108,13 +108,13 @@ def existing(
 def visible_pairs(
     row: jax.Array, column: jax.Array, operands: dict[str, jax.Array], options: AttentionOptions
 ) -> jax.Array:
-    """Which of the columns [S] the rows [T, 1] see, broadcastable to [B, N, T, S].
+    """Which of the columns [..., S] the rows [..., T, 1] see, broadcastable to [B, N, T, S].
 
     Rows and columns may be a part of all; segment ids and mask are then those of this part.
     """
     row_exists, column_exists = existing(row, column, operands)
     visible = row_exists & column_exists
-    distance = column - row  # [T, S]
+    distance = column - row  # [..., T, S]
     offset = _per_batch(operands.get("query_offset", 0))
     # Any int32 is an offset, and a window may be as wide: their sums must not wrap around.
     if options.is_causal:
@@ -132,7 +132,7 @@ def visible_pairs(
 
 
 def distances(row: jax.Array, column: jax.Array, operands: dict[str, jax.Array], dtype: Any) -> jax.Array:
-    """The distances |i + query_offset - j| of rows [T, 1] and columns [S]: [B or 1, 1, T, S]."""
+    """The distances |i + query_offset - j| of rows [..., T, 1] and columns [..., S]: [B or 1, 1, T, S]."""
     offset = _per_batch(operands.get("query_offset", 0))
     # In the logits' dtype, as any int32 is an offset.
     return jnp.abs(row.astype(dtype) + (offset.astype(dtype) - column.astype(dtype)))

@@ -98,6 +98,29 @@ def test_strict_promotion_of_dtypes(implementation, has_int64, platform):
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_ranks_are_not_promoted(implementation, platform):
+    """JAX may be told to raise an error where it would add axes to an array."""
+    names = ("query_seq_lengths", "key_value_seq_lengths", "query_offset")
+    options = {name: np.int32([3, 6]) for name in names} | dict(
+        dropout_rate=0.5, dropout_rng=jax.random.key(1)
+    )
+
+    def loss(q, bias, scale, sinks):
+        k, v = qkv(2)[1:]
+        call = functools.partial(jax_flash.flash_attention, is_causal=True, implementation=implementation)
+        return jnp.sum(jnp.sin(call(q, k, v, bias, scale=scale, sinks=sinks, **options)))
+
+    def hessian_vector_product(*args):
+        return jax.jvp(jax.grad(loss, (0, 1, 2, 3)), args, args)
+
+    slopes = random(4)
+    for bias in (random(1, 1, 6, 1), jax_flash.Alibi(slopes)):
+        args = qkv(2)[0], bias, jnp.float32(0.5), slopes
+        with jax.numpy_rank_promotion("raise"):
+            jax.jit(hessian_vector_product).lower(*args)
+
+
 def test_same_array_three_times(platform):
     (x,) = qkv(2, n=2)[:1]
     got = jax.grad(lambda x: loss(x, x, x))(x)
