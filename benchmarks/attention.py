@@ -712,7 +712,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asynchronous=on_gpu,
     )
     shapes = chosen(gpu_shapes() if on_gpu else cpu_shapes(), options)
-    memory = chosen(memory_shapes(on_gpu), options)
+    memory = [] if options.only else chosen(memory_shapes(on_gpu), options)
+    if not (shapes or memory):
+        print("No shape passes the filters.", file=sys.stderr)
+        return 2
     whole = options.peers is None and not any(
         (
             options.only,
@@ -733,7 +736,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"matrix product 8192^3: {ceiling.get('tflops', float('nan')):.0f} TFLOP/s", flush=True)
     if shapes:
         sweep(report, shapes, names, directions, timer)
-    if memory and not options.only:
+    if memory:
         memory_sweep(report, memory, names, timer)
     report.save()
     print("\n" + report.summary(), flush=True)

@@ -14,6 +14,7 @@ from . import _dropout
 
 # Wider than any sequence, and still far from overflowing the kernels' 64-bit index arithmetic.
 _WIDEST_WINDOW = 2**31 - 1
+_NO_WINDOW = 2**32  # farther than any key is from a query, with any offset
 
 _SMALLEST_SOFT_CAP = 2.0**-126  # of the normal float32 numbers
 # Such a cap c changes a logit x by x^3 / (3 c^2), less than rounding does; and x / c may be too small for float32.
@@ -106,7 +107,11 @@ def static_int(name: str, value: Any) -> int:
 
 def static_float(name: str, value: Any) -> float:
     _refuse_traced(name, value, "number")
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    # Scalars of NumPy's extension types, such as bfloat16, are no Real.
+    is_number = isinstance(value, numbers.Real) or (
+        isinstance(value, np.generic) and jax.dtypes.issubdtype(value.dtype, np.floating)
+    )
+    if isinstance(value, bool) or not is_number:
         or_array = " or a scalar array" if name == "scale" else ""
         raise TypeError(f"{name} must be a Python or NumPy number{or_array}, got {describe(value)}.")
     try:
@@ -144,7 +149,9 @@ def _window(window: Any) -> tuple[int, int]:
         )
     if any(part is not None and static_int("local_window_size", part) < 0 for part in parts):
         raise ValueError(f"local_window_size must have parts >= 0 (None means no limit), got {window!r}.")
-    left, right = (-1 if part is None else min(int(part), _WIDEST_WINDOW) for part in parts)
+    left, right = (
+        -1 if part is None or part >= _NO_WINDOW else min(int(part), _WIDEST_WINDOW) for part in parts
+    )
     return left, right
 
 

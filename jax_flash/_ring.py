@@ -487,7 +487,10 @@ def _attend(query, key, value, operands, options: AttentionOptions, ring: _Ring,
             results = _with_pair(results, more, ring, pair)
     out, lse = _no_results(query, value) if results is None else results
     if sinks is not None:
-        out, lse = _merge(out, lse, jnp.zeros_like(out), jnp.broadcast_to(sinks[:, None], lse.shape))
+        sinks = jnp.broadcast_to(sinks[:, None], lse.shape)
+        is_alone = lse == -jnp.inf  # a sink that is not finite then shows in lse alone
+        out, lse = _merge(out, lse, jnp.zeros_like(out), jnp.where(is_alone, -jnp.inf, sinks))
+        lse = jnp.where(is_alone, sinks, lse)
     return out.astype(query.dtype), lse
 
 

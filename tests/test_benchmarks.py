@@ -18,6 +18,17 @@ import jax_flash
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 
+# ---- Standard shapes --------------------------------------------------------------------------------------------
+
+
+def test_filters_that_no_shape_passes(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "TF_CPP_MIN_LOG_LEVEL"):
+        monkeypatch.setenv(name, "0")  # the script sets them, and this is undone
+    assert importlib.import_module("attention").main(["--head-dim", "63"]) == 2
+    assert "No shape passes the filters." in capsys.readouterr().err
+
+
 # ---- What people use attention for ------------------------------------------------------------------------------
 
 QUICK = ["--rounds", "1", "--warmup-ms", "0.1", "--slice-ms", "0.1", "--divide", "512"]

@@ -40,6 +40,7 @@ OPTIONS = {
     "window, widest": dict(local_window_size=(HUGE, HUGE)),
     "window, widest, largest offset": dict(local_window_size=HUGE, query_offset=HUGE),
     "window, widest, smallest offset": dict(local_window_size=HUGE, query_offset=-HUGE - 1),
+    "window wider than any": dict(local_window_size=(None, 2**40), query_offset=-HUGE - 1),
     "window, offsets": dict(local_window_size=(71, 1), **OFFSETS),
     "window, causal": dict(local_window_size=(57, 129), is_causal=True),
     "window, causal, offsets": dict(local_window_size=(127, 3), is_causal=True, **OFFSETS),

@@ -253,7 +253,7 @@ def test_options_are_plain_python_numbers():
     """A NumPy scalar hashes like the number, but lowers to another type."""
     options = AttentionOptions.resolve(
         np.int64(4),
-        scale=np.float32(0.5),
+        scale=np.dtype(jnp.bfloat16).type(0.5),
         is_causal=np.bool_(True),
         local_window_size=(np.int32(3), np.uint8(1)),
         logits_soft_cap=np.float16(2.0),

@@ -71,6 +71,27 @@ def test_the_gradient_of_a_bias_is_rounded_once(layout, axes, platform):
     assert ring < 1.3 * whole  # as exact as on one device
 
 
+@pytest.mark.parametrize("sink", [np.nan, np.inf])
+def test_a_row_without_keys_shows_a_sink_that_is_not_finite_in_its_lse_alone(sink, platform):
+    case = Case("sinks", batch=2, seqlen_q=16, seqlen_kv=16, head_dim=32)
+    q, k, v = case.inputs(np.float32)[:3]
+    options = dict(
+        key_value_seq_lengths=np.array([0, 16], np.int32), sinks=np.full(q.shape[2], sink, np.float32)
+    )
+
+    def ring(q, k, v):
+        call = functools.partial(jax_flash.ring_attention, axis_name="sequence", return_residual=True)
+        return call(q, k, v, **options)
+
+    rows = P(None, "sequence")
+    shards = jax.shard_map(
+        ring, mesh=mesh_of(2), in_specs=(rows,) * 3, out_specs=(rows,) * 2, check_vma=False
+    )
+    out, lse = jax.jit(shards)(q, k, v)
+    np.testing.assert_array_equal(out[0], 0.0)
+    np.testing.assert_array_equal(lse[0], sink)
+
+
 # ---- What travels -----------------------------------------------------------------------------------------------
 
 # Options, the layout, and how often keys and values travel from device to device, of 4 devices with 16 rows each.
