@@ -25,7 +25,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
-from . import _blocked, _checks, _kernel_choice, _on_shards, _partitioning, _workspace
+from . import _blocked, _checks, _kernel_choice, _on_shards, _partitioning, _row_parts, _workspace
 from ._operands import AXES, POOLED, first_batch_axis, is_directed, sum_dtype
 from ._options import AttentionOptions
 from ._passes import (
@@ -110,7 +110,7 @@ def backward_bias(
 
     Returns:
       In lse's dtype. For a bias with both T and S: [B or 1, N or 1, T, S], with 1 where the bias has 1. Otherwise
-      [B, N, T or blocks(T), S or blocks(S)], with blocks where the bias has 1. alibi_slopes have neither T nor S.
+      [B, N, T or 1, S or 1]. alibi_slopes have neither T nor S.
     """
     arrays = _arrays_of_backward(q, k, v, out, lse, dout, dlse, operands)
     return bind(BACKWARD_BIAS, _backward_bias_p, arrays, options)[0]
@@ -198,8 +198,8 @@ def _backward_avals(q, k, v, *_, **params):
     return tuple(x.update(weak_type=False) for x in (q, k, v))
 
 
-def _backward_bias_avals(*args, operands, **params):
-    return (_bias_sums_aval(BACKWARD_BIAS.by_name(args, operands), _workspace.blocks),)
+def _backward_bias_avals(num_sums: Callable, *args, operands, **params):
+    return (_bias_sums_aval(BACKWARD_BIAS.by_name(args, operands), num_sums),)
 
 
 def _bias_sums_aval(named, num_sums: Callable):
@@ -433,14 +433,25 @@ def define(name: str, abstract_eval: Callable) -> Primitive:
 def _define_pass(
     call: Pass, abstract_eval: Callable, *, name: str | None = None, **lowerings: Callable
 ) -> Primitive:
-    name = name or call.target
-    inner = define(f"{name}_call", abstract_eval)
+    inner = _define_call(call, abstract_eval, name=name, **lowerings)
+    return _define_on_shards(call, abstract_eval, functools.partial(bind, call, inner), name=name)
+
+
+def _define_call(
+    call: Pass, abstract_eval: Callable, *, name: str | None = None, **lowerings: Callable
+) -> Primitive:
+    inner = define(f"{name or call.target}_call", abstract_eval)
     mlir.register_lowering(inner, _lower_elsewhere)
     for platform, lower in lowerings.items():
         mlir.register_lowering(inner, functools.partial(lower, call), platform=platform)
+    return inner
 
-    outer = define(f"{name}_pass", abstract_eval)
-    _partitioning.register_lowering(outer, functools.partial(_on_shards.bind_on_shards, call, inner))
+
+def _define_on_shards(
+    call: Pass, abstract_eval: Callable, on_one_device: Callable, *, name: str | None = None
+) -> Primitive:
+    outer = define(f"{name or call.target}_pass", abstract_eval)
+    _partitioning.register_lowering(outer, functools.partial(_on_shards.bind_on_shards, call, on_one_device))
     return outer
 
 
@@ -454,11 +465,16 @@ def _without_kernels(compute: Callable) -> dict[str, Callable]:
 _forward_p = _define_pass(FORWARD, forward_avals, **_KERNELS)
 paged_forward_p = _define_pass(PAGED_FORWARD, forward_avals, name="jax_flash_paged_forward", **_KERNELS)
 _backward_p = _define_pass(BACKWARD, _backward_avals, **_KERNELS)
-_backward_bias_p = _define_pass(
+_sums_of_blocks_p = _define_call(
     BACKWARD_BIAS,
-    _backward_bias_avals,
+    functools.partial(_backward_bias_avals, _workspace.blocks),
     cpu=_lower_cpu,
     cuda=_lower_backward_bias_cuda,
+)
+_backward_bias_p = _define_on_shards(
+    BACKWARD_BIAS,
+    functools.partial(_backward_bias_avals, lambda size: 1),
+    functools.partial(_row_parts.sum_of_blocks, _sums_of_blocks_p),
 )
 _tangent_p = _define_pass(
     TANGENT, functools.partial(_tangent_avals, TANGENT), cpu=_lower_cpu, cuda=_lower_tangent_cuda

@@ -11,12 +11,13 @@ import numpy as np
 import oracle
 import pytest
 import quick
-from cases import DTYPES
+import strategies
+from cases import DTYPES, Bias, Case, Mask, Segments, case
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
-from jax_flash import _derivatives, _primitives
+from jax_flash import _derivatives, _primitives, _row_parts
 
 attention = functools.partial(jax_flash.flash_attention, precision="highest")
 T, S = 37, 43
@@ -256,6 +257,64 @@ def test_no_array_of_pairs_is_written(bias, platform):
         shapes = arrays_of(text)
         assert (4, T, 8, 16) in shapes
         assert not [shape for shape in shapes if T in shape and S in shape]
+
+
+@pytest.mark.parametrize("axes", ["B11S", "1NT1", "alibi"])
+def test_memory_is_linear(axes, platform):
+    def temporary_bytes(length: int) -> int:
+        q = jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32)
+        sizes = dict(zip("BNTS1", (1, 1, length, length, 1), strict=True))
+        bias = jax.ShapeDtypeStruct(
+            tuple(sizes[letter] for letter in axes if letter in sizes) or (1,), jnp.float32
+        )
+        bias = jax_flash.Alibi(bias) if axes == "alibi" else bias
+        compiled = jax.jit(jax.grad(loss, 3)).lower(q, q, q, bias).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(524_288) < 4.1 * temporary_bytes(131_072)
+
+
+# Calls whose gradient of the bias is computed from parts of the rows.
+IN_PARTS = [
+    case("parts: keys, causal", t=201, s=150, k=1, bias=Bias("B11S"), is_causal=True, query_offset=(9, -70)),
+    case("parts: rows, mask", t=202, s=150, bias=Bias("NT1"), mask=Mask("BNTS"), query_seq_lengths=(200, 70)),
+    case("parts: keys, segments, dropout", t=203, s=203, k=1, bias=Bias("N1S"), segment_ids=Segments((0, 1, 2)),
+         dropout_rate=0.3, dropout_seed=3),
+    case("parts: heads, window", t=204, s=150, bias=Bias("N11"), local_window_size=(40, 9), mask=Mask("T1")),
+    case("parts: alibi, sinks", t=205, s=150, n=4, k=2, alibi=(0.25, 0.06, 0.0, -0.1), sinks=(1.0, 0, 0, 0)),
+    case("parts: rows, causal", batch=1, t=128, s=150, bias=Bias("T1"), is_causal=True),
+]  # fmt: skip
+
+
+def take_parts_of_64_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_row_parts, "_part_length", lambda *_: 64)
+
+
+@pytest.mark.parametrize("row", quick.rows({str(x): x for x in IN_PARTS}, quick=["parts: rows, mask"]))
+def test_gradient_from_parts_of_the_rows(row, platform, monkeypatch):
+    take_parts_of_64_rows(monkeypatch)
+    dtype, precision, rule = harness.most_exact(platform, row)
+    _, gradients = harness.run_with_operands(row, dtype, precision=precision)
+    harness.check_operands(gradients, row, dtype, rule)
+
+
+@pytest.mark.parametrize("axes", quick.rows(["B11S", "1NT1"], quick=["B11S"]))
+def test_gradient_from_parts_of_sharded_rows(axes, platform, monkeypatch):
+    take_parts_of_64_rows(monkeypatch)
+    row = Case(
+        f"parts of shards: {axes}",
+        batch=1,
+        seqlen_q=600,
+        seqlen_kv=600,
+        head_dim=16,
+        options=(("bias", Bias(axes)), ("is_causal", True)),
+    )
+    dtype, precision, rule = harness.most_exact(platform, row)
+    mesh = harness.mesh_of(2)
+    _, gradients = strategies.run_jit(
+        row, dtype, mesh, **({} if precision is None else {"precision": precision})
+    )
+    harness.check_operands(gradients, row, dtype, rule)
 
 
 def test_the_search_finds_an_array_of_pairs():

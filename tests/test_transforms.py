@@ -486,8 +486,9 @@ def test_sharded_masks_and_segments_gather_nothing(shape, spec, spec_kv, axes, r
         (P(None, "batch"), P(None, "heads")),
         (P(None, None, None, "heads"), P(None, None, None, "heads")),
         (P("batch", None, "heads"), P(None, "heads")),
+        (P(None, "batch"), P(None, None, "batch")),
     ],
-    ids=["heads of q", "batch of q", "lengths", "head dim", "mixed"],
+    ids=["heads of q", "batch of q", "lengths", "head dim", "mixed", "rows and heads"],
 )
 def test_other_shardings_give_the_same(spec, spec_kv):
     mesh = mesh_of((2, 4))
