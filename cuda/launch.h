@@ -67,7 +67,7 @@ Status launch_with(cudaLaunchAttribute* attribute, void (*kernel)(Parameters...)
     config.numAttrs = attribute ? 1 : 0;
     status = cudaLaunchKernelEx(&config, kernel, parameters...);
   }
-  if (status.failed()) cudaGetLastError();  // or this thread's next caller of CUDA would get the error again
+  if (status.is_served() && status.failed()) cudaGetLastError();  // or CUDA's next caller would get the error
   return status;
 }
 

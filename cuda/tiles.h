@@ -291,9 +291,8 @@ constexpr BackwardTile backward_tile(int head_dim, bool general) {
 // Does dq get a kernel of its own, though that takes 7 products instead of 5? At head dim 256 it was measured
 // to be 4 to 6 % faster. At 192, one kernel has neither registers nor shared memory for 128 keys, and with 64
 // its operands and sums of dq would pass through shared memory for longer than the products of both kernels
-// take. Above 256 each of two blocks is a
-// kernel for 256 columns. (jax_flash/_kernel_choice.py relies on this: it then gives no memory for sums of
-// dq.)
+// take. Above 256 each block of a cluster has 256 columns or fewer. (jax_flash/_kernel_choice.py relies on
+// this: it then gives no memory for sums of dq.)
 constexpr bool backward_is_split(int head_dim) { return head_dim > 128; }
 
 struct BackwardDqTile {

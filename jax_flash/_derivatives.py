@@ -513,9 +513,8 @@ def _batch(primitive: Primitive, args: Sequence, dims: Sequence, *, names: tuple
 
 def _define(name: str, arguments: Sequence[str], avals: Callable, compute: Callable) -> Primitive:
     def named(function: Callable) -> Callable:
-        return lambda *args, names, options: _of_any_ranks(function)(
-            dict(zip(names, args, strict=True)), options
-        )
+        function = _of_any_ranks(function)
+        return lambda *args, names, options: function(dict(zip(names, args, strict=True)), options)
 
     primitive = _primitives.define(f"jax_flash_{name}", named(lambda arrays, options: avals(arrays)))
     _ARGUMENTS[primitive] = tuple(arguments)

@@ -38,9 +38,10 @@ __device__ __forceinline__ void store_to_peer(uint32_t address, const float (&r)
       : "memory");
 }
 
-// Arrives at a barrier of the other block, when this warp has read what the barrier protects. PTX promises that
-// order only for a release in the scope of the cluster, which also waits for all stores to memory (and its
-// acquire empties L1): 1.37 ms instead of 0.99. Here reads and arrival pass through shared memory in order.
+// Arrives at a barrier of the other block, when this warp has read what the barrier protects. PTX promises
+// that order only for a release in the scope of the cluster, which also waits for all stores to memory, and
+// whose acquire empties L1: 1.37 ms instead of 0.99. Here reads and arrival pass through shared memory in
+// order.
 __device__ __forceinline__ void arrive_at_peer(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
