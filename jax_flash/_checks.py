@@ -204,7 +204,9 @@ def check_dropout_rng(dropout_rng: Any, rate: float) -> jax.Array | None:
         raise TypeError(f"dropout_rng must be a PRNG key, as of jax.random.key, got {describe(rng)}.")
     if rng.ndim != (0 if is_key else 1):
         raise ValueError(f"dropout_rng must be a single PRNG key, got {_shape(rng)}.")
-    if not is_key and rng.shape != (size := jax.eval_shape(jax.random.PRNGKey, 0).shape):
+    # Not PRNGKey itself: eval_shape would remember its shape under another implementation.
+    size = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
+    if not is_key and rng.shape != size:
         raise ValueError(f"dropout_rng must be a PRNG key of {size[0]} words, got {_shape(rng)}.")
     return rng
 
@@ -232,7 +234,7 @@ def check_cuda(
     largest = _MAX_SMALL_GPU_GRADIENT_HEAD_DIM.get(dtype.name, head_dim)
     if is_gradient and head_dim > largest:
         for device in _ffi.local_gpus():
-            if device.compute_capability in _kernel_choice.SMALL_GPUS:
+            if _kernel_choice.has_small_blocks(device):
                 raise NotImplementedError(
                     f"On {device.device_kind} the gradient in {dtype.name} supports head dims up to {largest}, got "
                     f"{head_dim}: its blocks have 99 KB of shared memory. {_USE_XLA}"
@@ -263,11 +265,11 @@ def _check_wide_heads(head_dims: tuple[int, int], page_size: int | None) -> None
 def _check_is_compiled(direction: str, dtype: np.dtype, head_dims: tuple[int, int]) -> None:
     """Refuses head dims that a build for others, by JAX_FLASH_HEAD_DIMS or JAX_FLASH_CUDA_ARCHS, has no kernel for."""
     head_dim = max(head_dims)
-    archs = ["sm80"]
-    is_hopper = all(device.compute_capability == "9.0" for device in _ffi.local_gpus())
-    if is_hopper and not any(head_dim % 8 for head_dim in head_dims):
-        archs.append("sm90")
-    if any(_kernel_choice.kernel_head_dim(f"{direction} {arch}", dtype, head_dim) for arch in archs):
+    # Hopper's float32 kernels are beside portable ones, which serve what they do not.
+    is_hopper = dtype.itemsize == 2 and all(gpu.compute_capability == "9.0" for gpu in _ffi.local_gpus())
+    if _kernel_choice.kernel_head_dim(f"{direction} sm80", dtype, head_dim) or (
+        is_hopper and _kernel_choice.hopper_head_dim(direction, dtype, head_dims)
+    ):
         return
     missing = next(size for size in (64, 128, 256, 512) if size >= head_dim)
     architecture = " and 90 in JAX_FLASH_CUDA_ARCHS" if missing == 512 else ""

@@ -18,11 +18,6 @@ _DECISION_BITS = 16
 UNIT = 16  # a part of a sequence begins at a multiple of so many rows and columns
 
 
-def threshold(rate: float) -> int:
-    """How many of the values of a pair's random bits drop it."""
-    return round(rate * 2**_DECISION_BITS)
-
-
 def make_seeds(rng: jax.Array, batch: int, num_heads: int) -> jax.Array:
     """uint32 [B, N, 5]: of each head the key of Philox in two words, the head's number, and the first row and column.
 
@@ -59,7 +54,7 @@ def keep_pairs(seeds: jax.Array, rate: float, row: jax.Array, column: jax.Array)
     left, right = (jnp.where(column % 16 < 8, a, b) for a, b in ((words[0], words[1]), (words[2], words[3])))
     word = jnp.where(row % 16 < 8, left, right)
     half = (word >> (column % 2 * _DECISION_BITS)) & (2**_DECISION_BITS - 1)
-    return half >= jnp.uint32(threshold(rate))
+    return half >= jnp.uint32(round(rate * 2**_DECISION_BITS))
 
 
 def _philox(counter: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

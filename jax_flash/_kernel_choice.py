@@ -13,8 +13,6 @@ from ._passes import BACKWARD, FORWARD, Pass
 
 _HOPPER_MULTIPROCESSORS = 132  # of H200, and of H100 but for the PCIe card
 
-# Compute capabilities with 99 KB of shared memory for a block; others have 163 KB or more.
-SMALL_GPUS = ("8.6", "8.9", "12.0", "12.1")
 
 # With these, Hopper's forward pass runs in its general form.
 _PAIR_OPERANDS = {"mask", "bias", "alibi_slopes", "query_segment_ids", "scale_factor"}
@@ -156,12 +154,16 @@ def _hopper_head_dim(direction: str, q, v, arithmetic: str | None = None) -> int
     """The head dim of Hopper's kernel that is certain to run; 0 if none is."""
     gpus = _ffi.local_gpus()
     is_hopper = gpus and all(gpu.compute_capability == "9.0" for gpu in gpus)
-    head_dims = q.shape[-1], v.shape[-1]
-    if not is_hopper or any(head_dim % 8 for head_dim in head_dims):
+    return hopper_head_dim(direction, q.dtype, (q.shape[-1], v.shape[-1]), arithmetic) if is_hopper else 0
+
+
+def hopper_head_dim(direction: str, dtype, head_dims: tuple[int, int], arithmetic: str | None = None) -> int:
+    """The head dim of the compiled kernel for Hopper that serves these of queries and values; 0 if there is none."""
+    if any(head_dim % 8 for head_dim in head_dims):
         return 0
     # The gradient's kernel for 192 takes values of up to 128 (backward_head_dim_v in cuda/tiles.h).
-    smallest = 193 if direction == "backward" and v.shape[-1] > 128 else 1
-    return kernel_head_dim(f"{direction} sm90", q.dtype, max(*head_dims, smallest), arithmetic)
+    smallest = 193 if direction == "backward" and head_dims[1] > 128 else 1
+    return kernel_head_dim(f"{direction} sm90", dtype, max(*head_dims, smallest), arithmetic)
 
 
 def kernel_head_dim(kind: str, dtype, head_dim: int, arithmetic: str | None = None) -> int:
@@ -196,9 +198,14 @@ def has_tangent_kernel(q, k, v) -> bool:
     return kernel_head_dim("tangent sm80", q.dtype, max(q.shape[-1], v.shape[-1])) > 0
 
 
+def has_small_blocks(gpu) -> bool:
+    """Whether a block has 99 KB of shared memory (compute capability 8.6, 8.9, 12.x), and not 163 KB or more."""
+    return gpu.compute_capability in ("8.6", "8.9") or gpu.compute_capability.startswith("12.")
+
+
 def backward_tangent_fits(q, k, v) -> bool:
     """Whether there is a CUDA kernel whose tiles fit into the shared memory of the GPUs: see cuda/tiles.h."""
     gpus = _ffi.local_gpus()
-    has_room = gpus and all(gpu.compute_capability not in SMALL_GPUS for gpu in gpus)
+    has_room = gpus and not any(map(has_small_blocks, gpus))
     largest = {2: (128, 256), 4: (64, 128), 8: (0, 64)}[q.dtype.itemsize][bool(has_room)]
     return 0 < kernel_head_dim("backward_tangent sm80", q.dtype, max(q.shape[-1], v.shape[-1])) <= largest

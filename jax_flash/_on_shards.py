@@ -10,32 +10,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import _dropout, _halo, _head_exchange, _partitioning, _sharding, _subsequence
 from ._operands import AXES, POOLED, first_batch_axis, has_keys, is_broadcastable, sum_dtype
 from ._options import AttentionOptions
-from ._passes import Pass, whole_keys
+from ._passes import Pass, bind, whole_keys
 
 Arrays = dict[str, jax.Array]
 
 
-def bind_on_shards(
-    call: Pass,
-    on_one_device: Callable,
-    whole_mesh: Mesh | None,
-    *args: jax.Array,
-    operands: tuple[str, ...],
-    options: AttentionOptions,
-):
-    """Calls `on_one_device(arrays, options)` for each device's part of the batch, the heads and the query rows."""
-    on_one_device = functools.partial(on_one_device, options=options)
+def bind_on_shards(call: Pass, inner: Primitive, whole_mesh: Mesh | None, *args: jax.Array, **params):
+    """Calls `inner` on each device, for the device's part of the batch, the heads and the query rows."""
     batch_shape = args[0].shape[: -len(AXES["q"])]
-    arrays = call.by_name(args, operands)
-    wanted_shapes = [x.shape for x in jax.eval_shape(on_one_device, arrays)]
-    arrays = {name: _expand_mixed_batch_axes(name, x, batch_shape) for name, x in arrays.items()}
+    wanted_shapes = [x.shape for x in jax.eval_shape(functools.partial(inner.bind, **params), *args)]
+    arrays = {
+        name: _expand_mixed_batch_axes(name, x, batch_shape)
+        for name, x in call.by_name(args, params["operands"]).items()
+    }
+    on_one_device = functools.partial(bind, call, inner, options=params["options"])
     if _partitioning.CAN_PARTITION:
-        results = _ShardedCall(call, on_one_device, whole_mesh, arrays, options).bind(arrays)
+        results = _ShardedCall(call, on_one_device, whole_mesh, arrays, params["options"]).bind(arrays)
     else:
         results = on_one_device(arrays)
     # Where the bias was expanded, the last batch axis of dbias was too: it is summed over.

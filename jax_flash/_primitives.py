@@ -366,18 +366,33 @@ def _lower_blocked(compute: Callable, call: Pass, ctx, *args, operands, options)
             return [jnp.zeros(x.shape, x.dtype) for x in ctx.avals_out]
         named = call.by_name(args, operands)
         folded = {name: x.reshape(_fold(x, name).shape) for name, x in named.items()}
-        with _on_shards.no_mesh(), jax.numpy_rank_promotion("allow"):
-            results = zip(compute(folded, options), ctx.avals_out, strict=True)
+        results = zip(compute(folded, options), ctx.avals_out, strict=True)
         return [x.reshape(aval.shape) for x, aval in results]
 
-    # The rest of the types, such as the mesh axes that an array varies over, is not wanted here.
+    return _lower_on_one_device(on_one_device, ctx, *args)
+
+
+def _lower_on_one_device(function: Callable, ctx, *args):
+    """Lowers a function of arrays without the rest of their types, such as the mesh axes that one varies over."""
+
+    def run(*args):
+        with _on_shards.no_mesh(), jax.numpy_rank_promotion("allow"):
+            return function(*args)
+
     types = [
         [jax.core.ShapedArray(x.shape, x.dtype) for x in avals] for avals in (ctx.avals_in, ctx.avals_out)
     ]
-    return mlir.lower_fun(on_one_device)(ctx.replace(avals_in=types[0], avals_out=types[1]), *args)
+    return mlir.lower_fun(run)(ctx.replace(avals_in=types[0], avals_out=types[1]), *args)
 
 
-def _lower_backward_bias_cuda(call: Pass, ctx, *args, **params):
+def _lower_backward_bias(call: Pass, ctx, *args, operands, options):
+    def on_one_device(*args):
+        return _row_parts.sum_of_blocks(_sums_of_blocks_p, call.by_name(args, operands), options)
+
+    return _lower_on_one_device(on_one_device, ctx, *args)
+
+
+def _lower_sums_of_blocks_cuda(call: Pass, ctx, *args, **params):
     """Parts of the batch are summed by different thread blocks, and then added in a fixed order."""
     (dbias,) = ctx.avals_out
     q, k = (_fold(aval, name) for name, aval in zip("qk", ctx.avals_in[:2], strict=True))
@@ -433,26 +448,19 @@ def define(name: str, abstract_eval: Callable) -> Primitive:
 def _define_pass(
     call: Pass, abstract_eval: Callable, *, name: str | None = None, **lowerings: Callable
 ) -> Primitive:
-    inner = _define_call(call, abstract_eval, name=name, **lowerings)
-    return _define_on_shards(call, abstract_eval, functools.partial(bind, call, inner), name=name)
-
-
-def _define_call(
-    call: Pass, abstract_eval: Callable, *, name: str | None = None, **lowerings: Callable
-) -> Primitive:
-    inner = define(f"{name or call.target}_call", abstract_eval)
-    mlir.register_lowering(inner, _lower_elsewhere)
-    for platform, lower in lowerings.items():
-        mlir.register_lowering(inner, functools.partial(lower, call), platform=platform)
-    return inner
-
-
-def _define_on_shards(
-    call: Pass, abstract_eval: Callable, on_one_device: Callable, *, name: str | None = None
-) -> Primitive:
-    outer = define(f"{name or call.target}_pass", abstract_eval)
-    _partitioning.register_lowering(outer, functools.partial(_on_shards.bind_on_shards, call, on_one_device))
+    name = name or call.target
+    inner = _define_call(call, abstract_eval, name=f"{name}_call", **lowerings)
+    outer = define(f"{name}_pass", abstract_eval)
+    _partitioning.register_lowering(outer, functools.partial(_on_shards.bind_on_shards, call, inner))
     return outer
+
+
+def _define_call(call: Pass, abstract_eval: Callable, *, name: str, **lowerings: Callable) -> Primitive:
+    primitive = define(name, abstract_eval)
+    mlir.register_lowering(primitive, _lower_elsewhere)
+    for platform, lower in lowerings.items():
+        mlir.register_lowering(primitive, functools.partial(lower, call), platform=platform)
+    return primitive
 
 
 _KERNELS = dict(cpu=_lower_cpu, cuda=_lower_cuda)
@@ -468,13 +476,14 @@ _backward_p = _define_pass(BACKWARD, _backward_avals, **_KERNELS)
 _sums_of_blocks_p = _define_call(
     BACKWARD_BIAS,
     functools.partial(_backward_bias_avals, _workspace.blocks),
+    name="jax_flash_sums_of_blocks",
     cpu=_lower_cpu,
-    cuda=_lower_backward_bias_cuda,
+    cuda=_lower_sums_of_blocks_cuda,
 )
-_backward_bias_p = _define_on_shards(
+_backward_bias_p = _define_pass(
     BACKWARD_BIAS,
     functools.partial(_backward_bias_avals, lambda size: 1),
-    functools.partial(_row_parts.sum_of_blocks, _sums_of_blocks_p),
+    **dict.fromkeys(_KERNELS, _lower_backward_bias),
 )
 _tangent_p = _define_pass(
     TANGENT, functools.partial(_tangent_avals, TANGENT), cpu=_lower_cpu, cuda=_lower_tangent_cuda

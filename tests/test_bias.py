@@ -13,7 +13,7 @@ import pytest
 import quick
 import strategies
 from cases import DTYPES, Bias, Case, Mask, Segments, case
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
@@ -259,6 +259,13 @@ def test_no_array_of_pairs_is_written(bias, platform):
         assert not [shape for shape in shapes if T in shape and S in shape]
 
 
+def test_the_search_finds_an_array_of_pairs():
+    """Shows that the test above can fail."""
+    f = functools.partial(loss, implementation="xla")
+    for text in programs(f, *arrays(), jax_flash.Alibi(SLOPES)):
+        assert [shape for shape in arrays_of(text) if T in shape and S in shape]
+
+
 @pytest.mark.parametrize("axes", ["B11S", "1NT1", "alibi"])
 def test_memory_is_linear(axes, platform):
     def temporary_bytes(length: int) -> int:
@@ -283,6 +290,7 @@ IN_PARTS = [
     case("parts: heads, window", t=204, s=150, bias=Bias("N11"), local_window_size=(40, 9), mask=Mask("T1")),
     case("parts: alibi, sinks", t=205, s=150, n=4, k=2, alibi=(0.25, 0.06, 0.0, -0.1), sinks=(1.0, 0, 0, 0)),
     case("parts: rows, causal", batch=1, t=128, s=150, bias=Bias("T1"), is_causal=True),
+    case("parts: one row more", t=129, s=151, bias=Bias("B11S"), is_causal=True),
 ]  # fmt: skip
 
 
@@ -296,6 +304,37 @@ def test_gradient_from_parts_of_the_rows(row, platform, monkeypatch):
     dtype, precision, rule = harness.most_exact(platform, row)
     _, gradients = harness.run_with_operands(row, dtype, precision=precision)
     harness.check_operands(gradients, row, dtype, rule)
+
+
+@pytest.mark.parametrize("axes", quick.rows(["B11S", "NT1", "alibi"], quick=["B11S"]))
+@pytest.mark.parametrize("kind", ["explicit", "shard_map", "ring"])
+def test_parts_have_the_types_of_shards(kind, axes, monkeypatch):
+    """On explicit axes of a mesh, and where shard_map knows over which axes an array varies."""
+    take_parts_of_64_rows(monkeypatch)
+    length = dict(explicit=131, shard_map=132, ring=264)[kind]
+    args = [random(2, length, 4, 8, seed=seed) for seed in range(3)]
+    sizes = dict(zip("BNTS1", (2, 4, length, length, 1), strict=True))
+    bias = random(*(sizes[letter] for letter in ("N" if axes == "alibi" else axes)), seed=3)
+    bias = jax_flash.Alibi(np.abs(bias)) if axes == "alibi" else bias
+    mesh = harness.mesh_of(2, axis_types=(AxisType.Explicit if kind == "explicit" else AxisType.Auto,))
+    rows = P(None, "sequence") if kind == "ring" else P("sequence")
+    call = functools.partial(jax_flash.flash_attention, is_causal=True)
+    sharded = call
+    if kind == "ring":
+        sharded = functools.partial(jax_flash.ring_attention, is_causal=True, axis_name="sequence")
+    of_bias = {
+        "alibi": P(),
+        "B11S": P("sequence") if kind == "shard_map" else P(),
+        "NT1": P(None, "sequence") if kind == "ring" else P(),
+    }[axes]
+    if kind != "explicit":
+        sharded = jax.shard_map(sharded, mesh=mesh, in_specs=(rows, rows, rows, of_bias), out_specs=rows)
+    f = jax.jit(jax.grad(lambda bias, *args: jnp.sum(jnp.sin(sharded(*args, bias)))))
+    want = jax.jit(jax.grad(lambda bias, *args: jnp.sum(jnp.sin(call(*args, bias, implementation="xla")))))
+    placed = strategies.put(mesh, rows, *args)
+    with jax.set_mesh(mesh):
+        got = f(bias, *placed)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want(bias, *args))
 
 
 @pytest.mark.parametrize("axes", quick.rows(["B11S", "1NT1"], quick=["B11S"]))
@@ -315,13 +354,6 @@ def test_gradient_from_parts_of_sharded_rows(axes, platform, monkeypatch):
         row, dtype, mesh, **({} if precision is None else {"precision": precision})
     )
     harness.check_operands(gradients, row, dtype, rule)
-
-
-def test_the_search_finds_an_array_of_pairs():
-    """Shows that the test above can fail."""
-    f = functools.partial(loss, implementation="xla")
-    for text in programs(f, *arrays(), jax_flash.Alibi(SLOPES)):
-        assert [shape for shape in arrays_of(text) if T in shape and S in shape]
 
 
 def test_slopes_are_a_pytree():

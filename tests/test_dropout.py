@@ -217,6 +217,15 @@ def test_the_key_decides(implementation, platform):
     assert (np.asarray(f(*args, dropout_rng=jax.random.key(18))) != np.asarray(want)).mean() > 0.9
 
 
+def test_raw_keys_of_any_implementation(platform):
+    attend = functools.partial(attention, *qkv(), dropout_rate=0.5)
+    for implementation in ("threefry2x32", "rbg"):
+        with jax.default_prng_impl(implementation):
+            key = jax.random.key(1)
+            want = attend(dropout_rng=key)
+            np.testing.assert_array_equal(attend(dropout_rng=jax.random.key_data(key)), want)
+
+
 @IMPLEMENTATIONS
 def test_rate_0_is_no_dropout(implementation, platform):
     args = qkv()

@@ -150,6 +150,7 @@ BUILD = [
     *(f"{direction} sm80 {dtype} 256" for direction in ("forward", "backward") for dtype in ("bfloat16", "float16")),
     *(f"{direction} sm80 {dtype} 128" for direction in ("forward", "backward") for dtype in ("tf32", "float64")),
     *("forward sm90 bfloat16 512", "backward sm90 bfloat16 384", "forward sm90 float16 256"),
+    "forward sm90 tf32 256",  # for some calls only
 ]  # fmt: skip
 
 
@@ -203,6 +204,14 @@ def test_hopper_kernels_serve_what_portable_ones_do_not(head_dims, capability, m
     kernels = ["forward sm80 bfloat16 128", "forward sm90 bfloat16 512"]
     check = check_of_build(kernels, capability, monkeypatch)
     assert_refuses(message, check, jnp.dtype("bfloat16"), head_dims, is_gradient=False)
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "message"), [((192, 128), None), ((192, 192), "no backward kernel for head dim 192")]
+)
+def test_the_gradient_for_192_takes_values_of_128(head_dims, message, monkeypatch):
+    check = check_of_build(["backward sm80 bfloat16 128", "backward sm90 bfloat16 192"], "9.0", monkeypatch)
+    assert_refuses(message, check, jnp.dtype("bfloat16"), head_dims, is_gradient=True)
 
 
 def check_of_build(kernels, capability, monkeypatch):
