@@ -339,7 +339,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          'q.dtype, max(q.shape[-1], v.shape[-1])) <= largest', 'q.dtype, q.shape[-1]) <= largest',
          "test_dispatch.py::test_kernels_of_second_order"),
         ("Hopper's kernel for 192 takes values of any width",
-         'smallest = 193 if direction == "backward" and v.shape[-1] > 128 else 1', "smallest = 1",
+         'smallest = 193 if direction == "backward" and head_dims[1] > 128 else 1', "smallest = 1",
          "test_dispatch.py::test_parts_of_the_query_heads"),
         ("self-attention is split over keys",
          "or seqlen_kv < 16 * seqlen_q:", "or False:",
