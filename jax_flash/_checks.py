@@ -204,10 +204,11 @@ def check_dropout_rng(dropout_rng: Any, rate: float) -> jax.Array | None:
         raise TypeError(f"dropout_rng must be a PRNG key, as of jax.random.key, got {describe(rng)}.")
     if rng.ndim != (0 if is_key else 1):
         raise ValueError(f"dropout_rng must be a single PRNG key, got {_shape(rng)}.")
-    # Not PRNGKey itself: eval_shape would remember its shape under another implementation.
-    size = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
-    if not is_key and rng.shape != size:
-        raise ValueError(f"dropout_rng must be a PRNG key of {size[0]} words, got {_shape(rng)}.")
+    if not is_key:
+        # Not of PRNGKey itself: eval_shape would remember its shape under another implementation.
+        words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).size
+        if rng.size != words:
+            raise ValueError(f"dropout_rng must be a PRNG key of {words} words, got {_shape(rng)}.")
     return rng
 
 
