@@ -13,7 +13,6 @@ from ._passes import BACKWARD, FORWARD, Pass
 
 _HOPPER_MULTIPROCESSORS = 132  # of H200, and of H100 but for the PCIe card
 
-
 # With these, Hopper's forward pass runs in its general form.
 _PAIR_OPERANDS = {"mask", "bias", "alibi_slopes", "query_segment_ids", "scale_factor"}
 
