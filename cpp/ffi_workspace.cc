@@ -36,7 +36,7 @@ ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& par
   const auto blocks = NumBlocks;
   // Python decides about these. The array is the next result when the table asks first.
   int64_t planes = -1;
-  const int64_t all_planes = is_forward && params.options.precision > 0 ? 2 : 1;
+  const int64_t all_planes = params.options.precision > 0 ? 2 : 1;
   const auto num_planes = [&] {
     const Dims dims = call.PeekResultDims();
     if (planes < 0) planes = dims.size() == 4 && dims[0] != 0 ? all_planes : 0;

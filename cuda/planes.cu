@@ -22,7 +22,8 @@ inline constexpr int32_t kMagnitudeBits = 0x7fffffff;
 
 // What rows of the backward pass may have.
 inline constexpr float kSmallestSize = 0x1p-6f;  // the sum of |dout|, in units of its plane: each about 2^-12
-inline constexpr float kMostOfNeighbors = 0x1p20f;                          // between two bounds of ds
+inline constexpr float kSmallestFineSize = 0x1p4f;  // with two planes: each about 2^-2
+inline constexpr float kMostOfNeighbors = 0x1p20f;  // between two bounds of ds
 inline constexpr float kSmallestBound = 0x1p-30f, kLargestBound = 0x1p50f;  // of ds, unless it is 0
 inline constexpr float kLargestLse = 0x1p9f;  // up to here a last bit of a product does not make p 2
 
@@ -191,7 +192,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 }
 
 // kLanes lanes for each row, four columns each.
-template <int kLanes>
+template <int kLanes, bool kIsFine>
 __global__ void __launch_bounds__(kThreads) plane_rows_kernel(const __grid_constant__ BackwardParams params) {
   static_assert(kStatsRows % (kThreads / kLanes) == 0, "a block's rows are of one head, and all exist");
   const int length = static_cast<int>(stats_length(params.seqlen_q));
@@ -206,6 +207,21 @@ __global__ void __launch_bounds__(kThreads) plane_rows_kernel(const __grid_const
   const PlaneScales scales(params, batch, head / group);
   const int v_exponent = scales.exponent(PlaneScales::kV), dp_exponent = -scales.of_dp();
 
+  // Four numbers of dout, in units of its plane.
+  const int dout_exponent = scales.exponent(PlaneScales::kDout);
+  const float first = power_of_two(dout_exponent / 2),
+              second = power_of_two(dout_exponent - dout_exponent / 2);
+  const auto dout_at = [&](int64_t offset) -> float4 {
+    if constexpr (kIsFine) {
+      const float4 x = *reinterpret_cast<const float4*>(static_cast<const float*>(params.dout) + offset);
+      return {x.x * first * second, x.y * first * second, x.z * first * second, x.w * first * second};
+    } else {
+      const uint2 x = *reinterpret_cast<const uint2*>(params.planes.dout + offset);
+      const float2 low = unpack<float16>(x.x), high = unpack<float16>(x.y);
+      return {low.x, low.y, high.x, high.y};
+    }
+  };
+
   // delta = rowsum(dout * out) - dlse, and |dp| <= the sum of |dout| times the largest |v| of each column.
   const bool counts = row < Mask(params, batch).q_length;
   const int64_t out_row = (int64_t{batch} * params.seqlen_q + row) * num_heads + head;
@@ -213,13 +229,12 @@ __global__ void __launch_bounds__(kThreads) plane_rows_kernel(const __grid_const
   for (int column = 4 * (threadIdx.x % kLanes); counts && column < columns; column += 4 * kLanes) {
     const int64_t offset = out_row * columns + column;
     const float4 out = *reinterpret_cast<const float4*>(static_cast<const float*>(params.out) + offset);
-    const uint2 dout = *reinterpret_cast<const uint2*>(params.planes.dout + offset);
+    const float4 dout = dout_at(offset);
     const int4 v = *reinterpret_cast<const int4*>(scales.column_maxima(PlaneScales::kV, params) + column);
-    const float2 low = unpack<float16>(dout.x), high = unpack<float16>(dout.y);
-    delta = fmaf(low.x, out.x, fmaf(low.y, out.y, fmaf(high.x, out.z, fmaf(high.y, out.w, delta))));
-    bound = fmaf(fabsf(low.x), __int_as_float(v.x), fmaf(fabsf(low.y), __int_as_float(v.y), bound));
-    bound = fmaf(fabsf(high.x), __int_as_float(v.z), fmaf(fabsf(high.y), __int_as_float(v.w), bound));
-    size += fabsf(low.x) + fabsf(low.y) + fabsf(high.x) + fabsf(high.y);
+    delta = fmaf(dout.x, out.x, fmaf(dout.y, out.y, fmaf(dout.z, out.z, fmaf(dout.w, out.w, delta))));
+    bound = fmaf(fabsf(dout.x), __int_as_float(v.x), fmaf(fabsf(dout.y), __int_as_float(v.y), bound));
+    bound = fmaf(fabsf(dout.z), __int_as_float(v.z), fmaf(fabsf(dout.w), __int_as_float(v.w), bound));
+    size += fabsf(dout.x) + fabsf(dout.y) + fabsf(dout.z) + fabsf(dout.w);
   }
   delta = sum_lanes<kLanes>(delta), bound = sum_lanes<kLanes>(bound), size = sum_lanes<kLanes>(size);
 
@@ -253,9 +268,16 @@ __global__ void __launch_bounds__(kThreads) plane_rows_kernel(const __grid_const
   }
   __syncthreads();
   if (!is_first_lane) return;
-  fail_if(0 < size && size < kSmallestSize);
+  fail_if(0 < size && size < (kIsFine ? kSmallestFineSize : kSmallestSize));
   fail_if(!(bound == 0 || (kSmallestBound < bound && bound < kLargestBound)));
-  fail_if(__int_as_float(largest) > kMostOfNeighbors * __int_as_float(least));
+  if constexpr (kIsFine) {
+    if (threadIdx.x == 0 && largest > 0) {
+      atomicMax(scales.largest_bound(), largest);
+      atomicMax(scales.least_bound(), kInfinityBits - least);
+    }
+  } else {
+    fail_if(__int_as_float(largest) > kMostOfNeighbors * __int_as_float(least));
+  }
   if (fabsf(lse) < INFINITY && fabsf(lse) > kLargestLse) {
     fail_if(bound > 0);
     sees_keys = false;  // as a bias of -1e9 for all keys of a row does it, whose p has no gradient
@@ -264,6 +286,7 @@ __global__ void __launch_bounds__(kThreads) plane_rows_kernel(const __grid_const
   const PlaneRows rows(params, length);
   rows.lse_log2[index] = sees_keys ? lse * kLog2e - (kPlaneTop + 1) : INFINITY;
   rows.delta[index] = delta;
+  if constexpr (kIsFine) return;
   const float factor = power_of_two(plane_exponent(bound) - 1 - (kPlaneTop + 1));
   rows.ds_factor[index] =
       static_cast<uint16_t>(bound > 0 ? __float_as_uint(factor) >> 16 : kNoGradientFactors & 0xffff);
@@ -314,7 +337,9 @@ Status launch_planes(const AttentionParams& params, const void* dout, const Laun
 Status launch_plane_rows(const BackwardParams& params, const LaunchContext& context) {
   const int64_t rows = params.batch * params.num_heads * stats_length(params.seqlen_q);
   auto launch_form = [&]<int kLanes>() {
-    return launch(plane_rows_kernel<kLanes>, ceil_div(rows, kThreads / kLanes), kThreads, 0, context, params);
+    return launch(
+        params.planes.count == 2 ? plane_rows_kernel<kLanes, true> : plane_rows_kernel<kLanes, false>,
+        ceil_div(rows, kThreads / kLanes), kThreads, 0, context, params);
   };
   return params.head_dim_v <= 64 ? launch_form.template operator()<16>()
                                  : launch_form.template operator()<32>();

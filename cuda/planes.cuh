@@ -11,8 +11,9 @@
 //   p               2^kHeadroom relative to the row's maximum (softmax.cuh) forward, kPlaneTop + 1 backward
 //   ds              for dq a factor for each query (PlaneRows); for dk one for each block of queries
 //
-// At "high" and "highest" the forward kernel has two planes of each array, and p in two parts: float32
-// rounded to float16, and what remains, rounded again. Together they have 22 bits; three products are summed.
+// At "high" and "highest" there are two planes of each array, and p and ds have two parts: float32 rounded to
+// float16, and what remains, rounded again. Together they have 22 bits; three products are summed. There ds
+// has a factor of each warp's part of a block, by its largest magnitude.
 //
 // Where the rows of a key head differ by too many powers of two, or a number is not finite, planes do not
 // hold it (PlaneScales::hold), and the portable kernels, launched behind, compute this key head.
@@ -81,6 +82,9 @@ struct PlaneScales {
   __device__ __forceinline__ int32_t* fails() const { return values + 3 * kArrays; }
   // Of all key heads: in the first one.
   __device__ __forceinline__ int32_t* blocks_begun() const { return values + 3 * kArrays + 1; }
+  // Of two planes: of the bounds of ds of all rows the largest, and the least as in least_maximum.
+  __device__ __forceinline__ int32_t* largest_bound() const { return values + 3 * kArrays + 2; }
+  __device__ __forceinline__ int32_t* least_bound() const { return values + 3 * kArrays + 3; }
   // The largest magnitude in each column of v; of q and k only where there are two planes.
   __device__ __forceinline__ int32_t* column_maxima(Array array, const AttentionParams& params) const {
     const int before =
@@ -110,13 +114,14 @@ struct PlaneScales {
   //
   // Two planes have 22 bits of what is above 2^-15 of the largest magnitude. There each row and each column
   // of v has such a number, and the scores of a key head are not all sums of products of large with small
-  // numbers.
+  // numbers. ds is scaled where it is computed, so only its rows must not differ too much.
   __device__ __forceinline__ bool hold(const AttentionParams& params, bool is_backward) const {
     const bool is_fine = params.planes.count == 2;
     const int most_binades = is_fine ? 14 : 24;
-    const int of_ds = is_backward ? binade(static_cast<float>(params.seqlen_kv)) : 0;
+    const int of_ds = is_backward && !is_fine ? binade(static_cast<float>(params.seqlen_kv)) : 0;
     const bool holds_rows = max(binades(kQ), max(binades(kK), binades(kV) + of_ds)) <= most_binades &&
-                            (!is_fine || max(score_binades(params), value_binades(params)) <= most_binades);
+                            (!is_fine || max(score_binades(params), value_binades(params)) <= most_binades) &&
+                            (!is_fine || !is_backward || bound_binades() <= 18);
     // Factors must be float32s, and with that of ds, which is less than 2^50 off.
     const int most = is_backward ? 75 : 100;
     const auto is_moderate = [&](int exponent) { return abs(exponent) <= most; };
@@ -149,6 +154,12 @@ struct PlaneScales {
       if (v[column] > 0) least = max(least, kInfinityBits - v[column]);
     }
     return binades_above(kV, __reduce_max_sync(0xffffffff, least));
+  }
+
+  // Between the largest and the least bound of a row of ds.
+  __device__ __forceinline__ int bound_binades() const {
+    if (*least_bound() == 0) return 0;
+    return binade(__int_as_float(*largest_bound())) - binade(__int_as_float(kInfinityBits - *least_bound()));
   }
 
   // How many powers of two lie between the largest magnitude and that of the least group of rows.

@@ -10,14 +10,14 @@ namespace jax_flash::cuda {
 
 // The number of neighbouring columns that a lane holds in a row of a product whose b is an MnMajorB.
 template <class Arithmetic>
-inline constexpr int kRunColumns = kIs16Bit<Arithmetic> ? 2 : 4;
+inline constexpr int kRunColumns = kMultiplies16Bit<Arithmetic> ? 2 : 4;
 
 // Calls f(column, values) for each such run in row half (mt, h).
 template <class Arithmetic, int kMTiles, int kNTiles, class F>
 __device__ __forceinline__ void for_each_run(const typename Arithmetic::Sum (&acc)[kMTiles][kNTiles][4],
                                              int mt, int h, F f) {
   const int t = lane_id() % 4;
-  if constexpr (kIs16Bit<Arithmetic>) {
+  if constexpr (kMultiplies16Bit<Arithmetic>) {
 #pragma unroll
     for (int nt = 0; nt < kNTiles; ++nt) {
       const float values[kRunColumns<Arithmetic>] = {acc[mt][nt][2 * h], acc[mt][nt][2 * h + 1]};
@@ -65,6 +65,8 @@ __device__ __forceinline__ void store_run(typename Arithmetic::Element* row, int
       for (int i = 0; i < kCount; i += 2) {
         *reinterpret_cast<double2*>(row + column + i) = make_double2(scaled[i], scaled[i + 1]);
       }
+    } else if constexpr (kCount == 2) {
+      *reinterpret_cast<float2*>(row + column) = make_float2(scaled[0], scaled[1]);
     } else {
       *reinterpret_cast<float4*>(row + column) = make_float4(scaled[0], scaled[1], scaled[2], scaled[3]);
     }

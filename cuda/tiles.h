@@ -97,6 +97,12 @@ constexpr BackwardTile compact_backward_tile(int element_bytes, int head_dim) {
   return {32, 32, 4, 2, 1, 2, 1};                                               // 72 KB
 }
 
+// Of two planes, which take as many bytes as float32, on Hopper.
+constexpr BackwardTile fine_backward_tile(int head_dim) {
+  if (head_dim <= 64) return {64, 64, 4, 2, 2, 2, 2};  // 96 KB
+  return {32, 64, 4, 2, 2, 1, 2};                      // 112 KB
+}
+
 struct BackwardDqTile {
   int block_m;        // query rows
   int block_n;        // key rows

@@ -24,6 +24,7 @@ Arrays go by name. A primitive has the names of its arguments as a parameter.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -72,6 +73,7 @@ def gradients(arrays: Arrays, wanted: Sequence[str], options: AttentionOptions) 
 
 def _gradient_tangents(arrays: Arrays, wanted: Sequence[str], options: AttentionOptions) -> Arrays:
     """The derivatives [D, ...] of gradients. `arrays` also has tout, tlse and the tangents that are not zero."""
+    arrays, options = _not_in_planes(arrays, options)
     found = {}
     if set(wanted) & {*"qkv", "scale_factor"}:
         found |= zip(_names_of_backward(arrays), _bind(_backward_tangent_p, arrays, options), strict=True)
@@ -84,7 +86,17 @@ def _gradient_tangents(arrays: Arrays, wanted: Sequence[str], options: Attention
 
 def _tangents(arrays: Arrays, options: AttentionOptions) -> Arrays:
     """The derivatives tout and tlse [D, ...] in the directions tq, tk, ... of `arrays`."""
+    arrays, options = _not_in_planes(arrays, options)
     return dict(zip(("tout", "tlse"), _bind(_tangent_p, arrays, options), strict=True))
+
+
+def _not_in_planes(arrays: Arrays, options: AttentionOptions) -> tuple[Arrays, AttentionOptions]:
+    """The same with out and lse by the kernels whose scores those of tangents and second derivatives recompute."""
+    if not options.in_planes:
+        return arrays, options
+    options = dataclasses.replace(options, in_planes=False)
+    results = forward({name: arrays[name] for name in _PRIMALS if name in arrays}, options)
+    return arrays | dict(zip(_RESULTS, results, strict=True)), options
 
 
 def _bind(primitive: Primitive, arrays: Arrays, options: AttentionOptions) -> list[jax.Array]:
@@ -368,6 +380,7 @@ def _backward_jvp(primitive, tangent_primitive, primals, tangents, *, names, opt
         arrays = _without(arrays, lambda name: name in _COTANGENTS) | of_cotangents
         arrays.setdefault("dout", jnp.zeros_like(arrays["out"]))
         return results, _bind(primitive, arrays, options)
+    arrays, options = _not_in_planes(arrays, options)
     arrays |= _result_tangents(arrays, moving, options)
     arrays |= _as_directions(_named("t", moving) | _named("t", of_cotangents, _COTANGENTS))
     return results, [x[0] for x in _bind(tangent_primitive, arrays, options)]

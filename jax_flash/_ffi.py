@@ -110,7 +110,8 @@ def _library_operands() -> list[Operand]:
 
 def _check_interface() -> None:
     # In a checkout, its Python code runs with whatever library is installed.
-    options = {field.name: field.type for field in dataclasses.fields(AttentionOptions)}
+    types = {field.name: field.type for field in dataclasses.fields(AttentionOptions)}
+    options = {name: types[name] for name in AttentionOptions.resolve(head_dim=1).attributes()}
     try:  # a library of other sources may have, for example, a dtype that this code does not know
         is_same = _library_options() == options and _library_operands() == list(OPERANDS)
         _workspace.compile_table()

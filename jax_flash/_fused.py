@@ -25,13 +25,14 @@ def attention(query, key, value, operands, options, *, forward_mode: bool, with_
     return (_with_reverse_mode if with_lse else _without_lse)(query, key, value, operands, options)
 
 
-def _undifferentiated(query, options):
-    """The options where JAX calls the primal function of a custom_vjp: where the result is not differentiated.
+def _in_planes(query, operands, options, *, is_differentiated=True):
+    """The options with which exact float32 products may be of planes: where all that follows has kernels for them.
 
-    Only where the kernels differ, else XLA would not merge the call with an equal one that is differentiated.
+    The kernels for the gradient of a bias do not. Nor do those for second derivatives, see `_derivatives.py`.
     """
-    may_differ = query.dtype == jnp.float32 and options.precision > 0
-    return dataclasses.replace(options, differentiated=False) if may_differ else options
+    has_bias = is_differentiated and not operands.keys().isdisjoint(("bias", "alibi_slopes"))
+    may_differ = query.dtype == jnp.float32 and options.precision > 0 and not has_bias
+    return dataclasses.replace(options, in_planes=True) if may_differ else options
 
 
 # Inside a jit, the gradient of an eager call is one program, too, and XLA drops passes whose results nobody uses.
@@ -44,7 +45,7 @@ def _with_both_modes(query, key, value, operands, options):
 @functools.partial(jax.jit, static_argnums=4)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _with_reverse_mode(query, key, value, operands, options):
-    options = _undifferentiated(query, options)
+    options = _in_planes(query, operands, options, is_differentiated=False)
     return _derivatives.forward(dict(q=query, k=key, v=value) | operands, options)
 
 
@@ -52,13 +53,13 @@ def _with_reverse_mode(query, key, value, operands, options):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _without_lse(query, key, value, operands, options):
     """None for the log-sum-exp, which has no cotangent then: one array less for the backward pass."""
-    options = _undifferentiated(query, options)
+    options = _in_planes(query, operands, options, is_differentiated=False)
     return _derivatives.forward(dict(q=query, k=key, v=value) | operands, options)[0], None
 
 
 def _forward(query, key, value, operands, options):
     arrays = dict(q=query, k=key, v=value) | operands
-    out, lse = _derivatives.forward(arrays, options)
+    out, lse = _derivatives.forward(arrays, _in_planes(query, operands, options))
     out = checkpoint_name(out, "flash_attention_out")
     lse = checkpoint_name(lse, "flash_attention_lse")
     return (out, lse), arrays | dict(out=out, lse=lse)
@@ -73,7 +74,7 @@ def _backward(options, residuals, cotangents):
     dout, dlse = cotangents
     arrays = residuals | {"dout": dout} | ({} if dlse is None else {"dlse": dlse})
     wanted = [name for name in DIFFERENTIABLE if name in arrays]
-    found = _derivatives.gradients(arrays, wanted, options)
+    found = _derivatives.gradients(arrays, wanted, _in_planes(arrays["q"], arrays, options))
     operands = {name: found.get(name) for name in residuals if name not in ("q", "k", "v", "out", "lse")}
     return found["q"], found["k"], found["v"], operands
 

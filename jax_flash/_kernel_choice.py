@@ -23,9 +23,9 @@ def num_planes(call: Pass, q, k, v, options: AttentionOptions) -> int:
     planes = 2 if options.precision else 1
     if direction is None or q.dtype != jnp.float32:
         return 0
-    # There are no gradients by two planes, and other kernels do not recompute the scores to the last bit: with logits
-    # of several hundreds, probabilities would not be exact in float32.
-    if planes == 2 and options.differentiated:
+    # Other kernels do not recompute the scores to the last bit: with logits of several hundreds, probabilities would not
+    # be exact in float32.
+    if planes == 2 and not options.in_planes:
         return 0
     shortest = _library.constants()["kShortLength"] + 1
     sizes = (*q.shape[-3:-1], *k.shape[-3:-1])
@@ -48,9 +48,10 @@ def planes_pay(direction: str, q, k, options: AttentionOptions) -> bool:
     if min(options.reach) >= 0:
         keys = min(keys, sum(options.reach) + 1)
     pairs = seqlen_q * group * keys * (2 if head_dim <= 32 else 1)  # portable kernels fill 64 columns
-    # Two planes take longer to make, but there the portable kernels are three times as slow.
+    # Two planes take longer to make, but there the portable kernels are three times as slow. Both passes must have them
+    # or neither.
     of_query, of_key = (
-        (170, 95) if direction == "backward" else (70, 140) if options.precision else (165, 330)
+        (70, 140) if options.precision else (170, 95) if direction == "backward" else (165, 330)
     )
     return pairs >= of_query * seqlen_q * group + of_key * seqlen_kv
 

@@ -32,7 +32,7 @@ _ALGORITHM_LEVELS = {
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOptions:
-    """The options as every kernel receives them: the FFI attributes are this class's `asdict`.
+    """The options as every kernel receives them: see `attributes`.
 
     The fields are plain `float`, `bool` and `int`: a NumPy scalar would hash like the Python number but lower
     to an attribute of another type, and JAX's caches would then serve the wrong program.
@@ -46,7 +46,8 @@ class AttentionOptions:
     dropout_rate: float  # share of the probabilities that becomes 0
     precision: int  # of float32 products: 0 default, 1 high, 2 highest
     deterministic: bool  # the backward pass sums in a fixed order
-    differentiated: bool = True  # a derivative may follow, which recomputes the same scores
+    # For _kernel_choice: may products be of two planes? Only some kernels recompute their scores to the bit.
+    in_planes: bool = False
 
     @classmethod
     def resolve(
@@ -83,6 +84,12 @@ class AttentionOptions:
     def reach(self) -> tuple[int, int]:
         """How far before and behind i + query_offset a query sees keys, by window and causal mask; -1: no limit."""
         return self.window_left, 0 if self.is_causal else self.window_right
+
+    def attributes(self) -> dict[str, float | bool | int]:
+        """The FFI attributes. Two calls that differ in nothing else are one to XLA."""
+        options = dataclasses.asdict(self)
+        del options["in_planes"]
+        return options
 
     def without_reach(self) -> AttentionOptions:
         """The options of a call in which every query sees every key."""

@@ -11,7 +11,6 @@ direction is then an array like the primal, and a kernel may compute scores once
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
@@ -275,7 +274,7 @@ def _workspace_avals(call: Pass, avals, *, operands: tuple[str, ...], options: A
 
     @functools.cache
     def num_head_parts() -> int:
-        if q.dtype.itemsize > 2 and not num_planes():
+        if q.dtype.itemsize > 2 and num_planes() != 1:
             return 0
         folded = (_fold(x, name) for x, name in zip((q, k, v), "qkv", strict=True))
         return _kernel_choice.num_head_parts(*folded, options.is_causal)
@@ -334,7 +333,7 @@ def _lower_ffi(
         ctx.replace(avals_in=avals_in, avals_out=avals_out),
         *map(functools.partial(_reshape, ctx), args, ctx.avals_in, avals_in),
         operands=",".join(operands),
-        **dataclasses.asdict(options),
+        **options.attributes(),
     )
     # `strict=False` drops the workspace.
     return [_reshape(ctx, *x) for x in zip(results, avals_out, ctx.avals_out, strict=False)]

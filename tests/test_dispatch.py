@@ -245,9 +245,9 @@ def test_every_kernel_of_second_order_can_run(monkeypatch):
         (dict(s=64), (0, 0)),
         (dict(t=export.symbolic_shape("t")[0]), (0, 0)),  # may be short
         (dict(n=export.symbolic_shape("n")[0]), (0, 0)),
-        (dict(precision="highest", differentiated=False), (2, 0)),
-        (dict(precision="high", h=128, differentiated=False), (2, 0)),
-        (dict(precision="highest", h=256, differentiated=False), (0, 0)),  # no such kernel
+        (dict(precision="highest", in_planes=True), (2, 2)),
+        (dict(precision="high", h=128, in_planes=True), (2, 2)),
+        (dict(precision="highest", h=256, in_planes=True), (0, 0)),  # no such kernel
         (dict(precision="highest"), (0, 0)),
         (dict(dtype="bfloat16"), (0, 0)),
     ],
@@ -256,18 +256,20 @@ def test_every_kernel_of_second_order_can_run(monkeypatch):
 def test_float32_as_planes(call, planes, monkeypatch):
     """Where Hopper's kernels for float32 are certain to run, forward and backward."""
 
-    def num_planes(p, t=100, s=100, n=4, h=64, hv=64, dtype="float32", differentiated=True, **options):
+    def num_planes(p, t=100, s=100, n=4, h=64, hv=64, dtype="float32", in_planes=False, **options):
         q, k, v = (
             jax.core.ShapedArray(shape, jnp.dtype(dtype)) for shape in ((t, n, h), (s, 2, h), (s, 2, hv))
         )
         options = AttentionOptions.resolve(h, **options)
-        options = dataclasses.replace(options, differentiated=differentiated)
+        options = dataclasses.replace(options, in_planes=in_planes)
         return _kernel_choice.num_planes(p, q, k, v, options)
 
     passes = _passes.FORWARD, _passes.BACKWARD
     kernels = [f"{direction} sm90 tf32 {size}" for direction in ("forward", "backward") for size in (64, 128)]
     kernels += ["forward sm90 tf32 256", "forward sm90 bfloat16 128", "backward sm90 bfloat16 128"]
-    kernels += ["forward sm90 tf32x3 64", "forward sm90 tf32x3 128"]
+    kernels += [
+        f"{direction} sm90 tf32x3 {size}" for direction in ("forward", "backward") for size in (64, 128)
+    ]
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
     set_local_gpus(monkeypatch, "9.0")
     assert tuple(num_planes(p, **call) for p in passes) == planes
@@ -288,7 +290,7 @@ PLANES_PAY = _kernel_choice.planes_pay  # tests have another one
         (dict(t=384, s=384), (False, True)),
         (dict(t=384, s=384, h=32), (True, True)),  # portable kernels fill 64 columns
         (dict(t=256, s=256), (False, False)),
-        (dict(t=256, s=256, precision="highest"), (True, False)),
+        (dict(t=256, s=256, precision="highest"), (True, True)),
         (dict(t=128, s=128, precision="highest"), (False, False)),
         (dict(t=768, s=768, is_causal=True), (False, True)),
         (dict(t=4096, s=4096, local_window_size=(100, 27)), (False, False)),
@@ -420,7 +422,7 @@ def test_parts_in_workspace(dtype, queries, parts, size, head_dim, platform):
     options = AttentionOptions.resolve(head_dim, precision="highest")
     f = jax.ffi.ffi_call("jax_flash_forward" + "_emulated" * ("JAX_FLASH_EMULATE" in os.environ), types)
     out, lse, *_, got = jax.jit(
-        lambda *args: f(*args, operands="key_value_seq_lengths", **dataclasses.asdict(options))
+        lambda *args: f(*args, operands="key_value_seq_lengths", **options.attributes())
     )(q, k, v, jnp.asarray(lengths, jnp.int32))
 
     sums, maxima, totals = (np.asarray(x) for x in (got[..., :30], got[..., 32], got[..., 33]))
@@ -487,7 +489,7 @@ def test_any_number_of_parts_of_a_chunk(head_dim, head_dim_v, parts, options, pa
         k, v, page_indices = harness.in_pages(k, v, lengths, page_size)
         operands = dict(page_indices=page_indices) | operands
     args = q.astype(DTYPES["bfloat16"]), k, v, *operands.values()
-    attributes = dataclasses.asdict(AttentionOptions.resolve(head_dim)) | options
+    attributes = AttentionOptions.resolve(head_dim).attributes() | options
 
     def run(number):
         out, lse = (batch, queries, 2, head_dim_v), (batch, queries, 2)

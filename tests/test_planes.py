@@ -1,5 +1,6 @@
 """float32 as scaled float16 on Hopper (cuda/planes.cuh): as exact as TF32 whatever the magnitudes."""
 
+import dataclasses
 import functools
 
 import harness
@@ -11,6 +12,8 @@ import quick
 from closeness import assert_close
 
 import jax_flash
+from jax_flash import _primitives
+from jax_flash._options import AttentionOptions
 
 T, S, N, K = 200, 260, 4, 2  # more than one tile of either
 
@@ -269,24 +272,126 @@ def test_portable_kernels_compute_what_two_planes_do_not_hold(name, head_dim, pl
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_padding_of_two_planes(head_dim, platform):
     """NaN beyond the lengths influences nothing."""
-    q, k, v, _ = make("normal", INPUTS["normal"], head_dim)
+    q, k, v, dout = make("normal", INPUTS["normal"], head_dim)
     lengths = dict(
         query_seq_lengths=np.array([150], np.int32), key_value_seq_lengths=np.array([201], np.int32)
     )
-    clean = at_highest(q, k, v, **lengths)
-    q[:, 150:] = k[:, 201:] = v[:, 201:] = np.nan
-    np.testing.assert_array_equal(at_highest(q, k, v, **lengths), clean)
+    options = lengths | dict(precision="highest", deterministic=True)
+    clean = run(q, k, v, dout, **options)
+    q[:, 150:] = dout[:, 150:] = k[:, 201:] = v[:, 201:] = np.nan
+    got = run(q, k, v, dout, **options)
+    assert are_equal(got, clean, got)
 
 
-def test_gradients_have_the_scores_of_their_forward_pass(platform):
-    """There are no gradients by two planes: their forward pass is that of the portable kernels, too."""
-    q, k, v, _ = make("normal", INPUTS["normal"], 64)
-    attention = functools.partial(jax_flash.flash_attention, precision="highest")
-    got = [jax.jit(lambda *x: jax.vjp(attention, *x)[0])(q, k, v), attention(q, k, v, forward_mode=True)]
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize("name", OF_TWO_PLANES)
+def test_gradients_by_two_planes_are_as_exact_as_float32(name, head_dim, deterministic, platform):
+    """Beside the largest of a query head or key head."""
+    arrays = make(name, OF_TWO_PLANES[name], head_dim)
+    got = run(*arrays, precision="highest", deterministic=deterministic)
+    want = oracle.attention(*arrays, np.zeros((1, T, N), np.float32))
+    for field, x in got.items():
+        exact = getattr(want, field)
+        unit = np.abs(exact).max((1, 3), keepdims=True)
+        unit = np.where(unit == 0, 1, unit)
+        scaled = np.asarray(x, np.float64) / unit
+        assert_close(scaled, exact / unit, "float32", num_keys=S, name=f"{field} of {name}")
     with harness.cuda_settings(kernels="sm80"):
-        portable = np.asarray(attention(q, k, v))
-    for out in got:
-        np.testing.assert_array_equal(out, portable)
+        portable = run(*arrays, precision="highest", deterministic=deterministic)
+    for field in ("dk", "dv"):
+        assert name == "zeros" or not are_equal(got, portable, [field])  # these were not the kernels
+
+
+def backward_at_highest(arrays, out, lse, dlse=None, **options):
+    """The backward pass alone, for results of any forward pass."""
+    q, k, v, dout = arrays
+    options = AttentionOptions.resolve(q.shape[-1], precision="highest", **options)
+    options = dataclasses.replace(options, in_planes=True)
+    return jax.jit(lambda *args: _primitives.backward(*args, {}, options))(q, k, v, out, lse, dout, dlse)
+
+
+# Of dout and the gradient of lse.
+BEYOND_TWO_PLANES_BACKWARD = {
+    **{name: (inputs, None) for name, inputs in BEYOND_TWO_PLANES.items()},
+    "a tiny row": (times(3, np.s_[:, 70], 2.0**-20), None),
+    "a tiny query head": (times(3, np.s_[:, :, 1], 2.0**-20), None),
+    "a large row of dlse": (INPUTS["normal"], 2.0**22),
+    "huge logits": (times(0, np.s_[:, 70], 1000), None),
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", BEYOND_TWO_PLANES_BACKWARD)
+def test_portable_kernels_compute_gradients_beyond_two_planes(name, head_dim, platform):
+    inputs, largest_dlse = BEYOND_TWO_PLANES_BACKWARD[name]
+    arrays = make(name, inputs, head_dim)
+    attention = functools.partial(jax_flash.flash_attention, precision="highest", return_residual=True)
+    out, lse = attention(*arrays[:3])
+    dlse = np.ones((1, T, N), np.float32)
+    dlse[:, 3] = largest_dlse or 1
+
+    def backward():
+        return jax.block_until_ready(backward_at_highest(arrays, out, lse, dlse, deterministic=True))
+
+    got = backward()
+    with harness.cuda_settings(kernels="sm80"):
+        portable = backward()
+    heads = np.s_[:, :, :1] if name == "a tiny query head" else np.s_[:]  # key heads
+    for x, y in zip(got[1:], portable[1:], strict=True):
+        np.testing.assert_array_equal(x[heads], y[heads])
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_recompute_scores_to_the_bit(head_dim, deterministic, platform):
+    """One key takes all of a row, with a logit of 350: p is 1 up to the roundings of lse and lse log2(e)."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = make("normal", INPUTS["normal"], head_dim)
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    key = rng.integers(S, size=(T, N))
+    for head in range(N):
+        q[0, :, head] = 350 * np.sqrt(head_dim) * k[0, key[:, head], head // (N // K)]
+    dout[:] = 1
+    got = run(q, k, v, dout, precision="highest", deterministic=deterministic)
+    counts = np.zeros((S, K))
+    for head in range(N):
+        np.add.at(counts[:, head // (N // K)], key[:, head], 1)
+    ulp = 2.0**-15  # of 256 to 512
+    error = np.abs(np.asarray(got["dv"], np.float64)[0] - counts[..., None])
+    assert (error <= counts[..., None] * ulp + 1e-6).all(), (error / np.maximum(counts, 1)[..., None]).max()
+
+
+@pytest.mark.parametrize("name", ["bias", "forward_mode"])
+def test_exact_scores_of_other_kernels(name, platform):
+    """The gradient of a bias, and tangents: the forward pass is by the kernels that recompute its scores, too."""
+    q, k, v, _ = make("normal", INPUTS["normal"], 64)
+    options = dict(bias=np.zeros((1, 1, T, S), np.float32)) if name == "bias" else dict(forward_mode=True)
+    attention = functools.partial(jax_flash.flash_attention, precision="highest")
+    got = jax.jit(lambda *x: jax.vjp(functools.partial(attention, **options), *x)[0])(q, k, v)
+    with harness.cuda_settings(kernels="sm80"):
+        portable = np.asarray(attention(q, k, v, **options))
+    np.testing.assert_array_equal(got, portable)
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("size", [1e3, 1e12])
+def test_exact_gradients_of_lse_that_differ(size, rows, platform):
+    """Small ds must not be lost beside large ones."""
+    q, k, v, dout = make("dlse", INPUTS["normal"], 64)
+    dlse = np.ones((1, T, N), np.float32)
+    dlse[0, :rows] = size
+
+    @jax.jit
+    def gradients(*args):
+        options = dict(is_causal=True, return_residual=True, precision="highest")
+        return jax.vjp(functools.partial(jax_flash.flash_attention, **options), *args)[1]((dout, dlse))
+
+    want = oracle.attention(q, k, v, dout, dlse, is_causal=True)
+    for name, x in zip(("dq", "dk", "dv"), gradients(q, k, v), strict=True):
+        exact = getattr(want, name)[:, rows:]
+        error = np.asarray(x, np.float64)[:, rows:] - exact
+        assert np.linalg.norm(error) <= 2e-6 * np.linalg.norm(exact), name
 
 
 @pytest.mark.parametrize("head_dim", [40, 128])
@@ -317,15 +422,17 @@ def test_only_the_key_head_that_planes_do_not_hold(platform):
         np.testing.assert_array_equal(got[name], others)
 
 
+@pytest.mark.parametrize("precision", [None, "highest"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_is_not_finite(name, value, platform):
+def test_what_is_not_finite(name, value, precision, platform):
     """As the portable kernels have it."""
     rng = np.random.default_rng(0)
     shapes = dict(q=(1, T, 2, 64), k=(1, S, 2, 64), v=(1, S, 2, 64), dout=(1, T, 2, 64))
     arrays = {key: rng.standard_normal(shape).astype(np.float32) for key, shape in shapes.items()}
     arrays[name][0, 70, 1, 7] = value
-    got, portable = (f(**arrays, is_causal=True, deterministic=True) for f in (run, run_portable))
+    options = dict(is_causal=True, deterministic=True, precision=precision)
+    got, portable = (f(**arrays, **options) for f in (run, run_portable))
     for field in got:
         # Of this head; the forward pass does not see dout.
         if field != "out" or name != "dout":

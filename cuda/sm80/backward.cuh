@@ -54,9 +54,12 @@ struct BackwardConfig {
   using KvTile = SharedTile<Arithmetic, kBlockN, kHeadDim, /*kRounded=*/true>;
   // With rows of at least 128 bytes.
   using ScoreTile =
-      SharedTile<Arithmetic, kBlockM, std::max(kBlockN, 128 / int{sizeof(Element)}), /*kRounded=*/true>;
+      SharedTile<Arithmetic, kBlockM, std::max(kBlockN, 128 / int{sizeof(typename QTile::Element)}),
+                 /*kRounded=*/true>;
+  // Of planes: what ds of each warp is to be multiplied by.
+  static constexpr int kDsFactorBytes = kHasTwoPlanes<Arithmetic> ? 4 * kTile.warps : 0;
   static constexpr int shared_bytes(int stages) {
-    return 2 * KvTile::kBytes + 2 * stages * QTile::kBytes + 2 * ScoreTile::kBytes;
+    return 2 * KvTile::kBytes + 2 * stages * QTile::kBytes + 2 * ScoreTile::kBytes + kDsFactorBytes;
   }
 };
 
@@ -127,6 +130,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
   using ScoreTile = typename Config::ScoreTile;
+  constexpr bool kPlanes = kHasTwoPlanes<Arithmetic>;
   constexpr BackwardTile kTile = Config::kTile;
   constexpr bool kMayHaveMask = Config::kPolicy.may_have_mask(), kMayHaveOthers = Config::kPolicy.others;
   constexpr int kHeadDim = Config::kHeadDim;
@@ -157,7 +161,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int kv_head = blockIdx.x / num_n_blocks % num_kv_heads;
   const int batch = blockIdx.x / num_n_blocks / num_kv_heads;
   const int group = num_heads / num_kv_heads;  // query heads of this key head
-  if (!kIs16Bit<Arithmetic> && planes_hold(params, batch, kv_head)) return;
+  if (is_of_others<Arithmetic>(params, batch, kv_head)) return;
 
   const Mask mask(params, batch);
   const int n_last = min(n_start + kBlockN, mask.kv_length) - 1;
@@ -173,6 +177,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const ScoreTile sP{sV.base + KvTile::kBytes};        // [kBlockM, kBlockN]
   const ScoreTile sDs{sP.base + ScoreTile::kBytes};    // [kBlockM, kBlockN]
   const uint32_t ring = sDs.base + ScoreTile::kBytes;  // [stages, 2, kBlockM, kHeadDim]: q, dout
+  const uint32_t sDsFactor =
+      ring + 2 * arguments.stages * QTile::kBytes;  // [warps along keys, along queries]
   const uint32_t stage_step = arguments.stages == 2 ? 2 * QTile::kBytes : 0;
 
   using Walk = QueryWalk<Config>;
@@ -213,8 +219,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   }
 
   // float32 and float64 dq are summed in place, so ds has its scale. 16-bit ds would lose small values by
-  // that; there the scale is applied when dq_accum is converted.
-  const Sum ds_scale = kIs16Bit<Arithmetic> ? 1 : arguments.logit.scale;
+  // that; there the scale is applied when dq_accum is converted. Sums of products of planes get it with their
+  // units.
+  const Sum ds_scale = kMultiplies16Bit<Arithmetic> ? 1 : arguments.logit.scale;
+  decltype(auto) logit = logit_of<Arithmetic>(arguments, batch, kv_head);
+  [[maybe_unused]] float of_dq = 1;
+  if constexpr (kPlanes) {
+    const int exponent = PlaneScales(params, batch, kv_head).of_dq() - (kPlaneTop + 1);
+    of_dq = ldexpf(arguments.logit.scale, exponent);
+  }
   const int64_t stats_stride = stats_length(seqlen_q);
   const int64_t stats_row = (int64_t{batch} * num_heads + first_head) * stats_stride + score_row;
   const int64_t dq_stride = int64_t{num_heads} * head_dim;
@@ -233,8 +246,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     const QTile sDout{sQ.base + QTile::kBytes};  // [kBlockM, kHeadDim]
 
     Sum lse_log2[kScoreRows / 16][2], delta[kScoreRows / 16][2];
-    load_row_stats(lse_log2, statistics<Sum>(params.lse_log2) + stats);
-    load_row_stats(delta, statistics<Sum>(params.delta) + stats);
+    const RowStatistics<Sum> rows = row_statistics<Arithmetic>(params);
+    load_row_stats(lse_log2, rows.lse_log2 + stats);
+    load_row_stats(delta, rows.delta + stats);
 
     // All threads see this block's rows and have finished with those before.
     ptx::copy_async_wait<0>();
@@ -253,9 +267,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     const bool whole = !kMayHaveMask || walk.is_whole();
     [[maybe_unused]] PairBits<kScoreColumns / 8> visible[kScoreRows / 16], kept[kScoreRows / 16];
     if constexpr (kMayHaveOthers) {
-      transform_scores(p, pairs, arguments.logit, row0, column0);
+      transform_scores(p, pairs, logit, row0, column0);
     } else {
-      transform_scores(p, arguments.logit);
+      transform_scores(p, logit);
     }
     if constexpr (kMayHaveMask) {
       if (!whole) load_visible(visible, pairs, row0, column0);
@@ -267,7 +281,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       if (!covered) fill_hidden(x, mask, row0, column0, 0);
       if (!whole) fill_unset(x, visible, 0);
     };
-    recompute_probabilities(p, arguments.logit, lse_log2, [&](auto& probabilities) {
+    recompute_probabilities(p, logit, lse_log2, [&](auto& probabilities) {
       hide(probabilities);
       if (kMayHaveOthers && pairs.has_dropout()) {
         Scores kept_probabilities;
@@ -295,27 +309,51 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     }
     score_gradients(ds, p, delta, ds_scale);
     hide(ds);
-    store_accumulators<Arithmetic>(sDs, score_row, score_column, ds);
+    if constexpr (kPlanes) {
+      const int exponent = ds_exponent(ds);
+      store_accumulators<Arithmetic>(sDs, score_row, score_column, ds, power_of_two(exponent));
+      if (lane_id() == 0) ptx::store_shared(sDsFactor + 4 * warp, __float_as_uint(power_of_two(-exponent)));
+    } else {
+      store_accumulators<Arithmetic>(sDs, score_row, score_column, ds);
+    }
     __syncthreads();
+    // Of the warp that computed this row and column of ds.
+    auto ds_factor = [&](int row, int column) {
+      const int of_warp = row / kScoreRows + column / kScoreColumns * kTile.score_warps_m;
+      return __uint_as_float(ptx::load_shared(sDsFactor + 4 * of_warp));
+    };
 
     // ---- dv += p^T dout ----
-    multiply_add<Arithmetic, kBlockM / kStepK<Arithmetic>, /*kLongSum=*/true>(
+    multiply_add<Arithmetic, kBlockM / kStepK<Arithmetic>, /*kLongSum=*/true, kPlanes ? 2 : 1>(
         dv, MnMajorA<Arithmetic, ScoreTile, kDkvRows / 16>(sP, dkv_row),
         MnMajorB<Arithmetic, QTile>(sDout, dkv_column));
 
     // ---- dk += ds^T q ----
-    multiply_add<Arithmetic, kBlockM / kStepK<Arithmetic>, /*kLongSum=*/true>(
-        dk, MnMajorA<Arithmetic, ScoreTile, kDkvRows / 16>(sDs, dkv_row),
-        MnMajorB<Arithmetic, QTile>(sQ, dkv_column));
+    const MnMajorA<Arithmetic, ScoreTile, kDkvRows / 16> ds_of_keys(sDs, dkv_row);
+    const MnMajorB<Arithmetic, QTile> q_columns(sQ, dkv_column);
+    if constexpr (kPlanes) {
+      multiply_add<Arithmetic, kBlockM / 16, /*kLongSum=*/true, std::min(kScoreRows / 16, 2)>(
+          dk, ds_of_keys, q_columns,
+          [&](int mt, int step) { return ds_factor(16 * step, dkv_row + 16 * mt); });
+    } else {
+      multiply_add<Arithmetic, kBlockM / kStepK<Arithmetic>, /*kLongSum=*/true>(dk, ds_of_keys, q_columns);
+    }
 
     // ---- dq += ds k ----
     if (arguments.dq_accum) {
       Sum* gDq = gDq0 + m_start * dq_stride + int64_t{head - first_head} * head_dim;
       Sum dq[kWarpDqRows / 16][kWarpDqColumns / 8][4];
       clear(dq);
-      multiply_add<Arithmetic, kBlockN / kStepK<Arithmetic>>(
-          dq, KMajorA<Arithmetic, ScoreTile, kWarpDqRows / 16>(sDs, dq_row),
-          MnMajorB<Arithmetic, KvTile>(sK, dq_column));
+      const KMajorA<Arithmetic, ScoreTile, kWarpDqRows / 16> ds_of_queries(sDs, dq_row);
+      const MnMajorB<Arithmetic, KvTile> k_columns(sK, dq_column);
+      if constexpr (kPlanes) {
+        multiply_add<Arithmetic, kBlockN / 16, /*kLongSum=*/true, std::min(kScoreColumns / 16, 2)>(
+            dq, ds_of_queries, k_columns,
+            [&](int mt, int step) { return ds_factor(dq_row + 16 * mt, 16 * step); });
+        for_each_accumulator(dq, [&](int mt, int h, int nt, int c) { dq[mt][nt][2 * h + c] *= of_dq; });
+      } else {
+        multiply_add<Arithmetic, kBlockN / kStepK<Arithmetic>>(dq, ds_of_queries, k_columns);
+      }
       // A branch around an addition would wait for earlier additions to leave, so whole tiles have no branch.
       auto add = [&]<bool kWhole>(std::bool_constant<kWhole>) {
 #pragma unroll
@@ -353,6 +391,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   }
 
   // ---- Write dk and dv; keys beyond the length get zeros ----
+  Sum of_dk = kIs16Bit<Arithmetic> ? arguments.logit.scale : 1;
+  Sum of_dv = kMayHaveOthers ? arguments.pairs.kept_factor : 1;
+  if constexpr (kPlanes) {
+    const PlaneScales scales(params, batch, kv_head);
+    of_dk = ldexpf(arguments.logit.scale, scales.of_dk() - (kPlaneTop + 1));
+    of_dv = ldexpf(of_dv, scales.of_dv());
+  }
 #pragma unroll
   for (int mt = 0; mt < kDkvRows / 16; ++mt) {
 #pragma unroll
@@ -366,8 +411,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
           store_run<Arithmetic>(gRow, dkv_column + column, columns, row < mask.kv_length, factor, values);
         });
       };
-      write(params.dk, head_dim, kIs16Bit<Arithmetic> ? arguments.logit.scale : 1, dk);
-      write(params.dv, arguments.v.head_dim, kMayHaveOthers ? arguments.pairs.kept_factor : 1, dv);
+      write(params.dk, head_dim, of_dk, dk);
+      write(params.dv, arguments.v.head_dim, of_dv, dv);
     }
   }
 }
@@ -392,13 +437,20 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
   if (blocks_per_sm(1) == 0) return Status::not_served();
   const int stages = blocks_per_sm(2) >= blocks_per_sm(1) ? 2 : 1;
   const int64_t dq_size = params.batch * params.seqlen_q * params.num_heads * params.head_dim;
-  Status status = launch_delta<Element>(params, reinterpret_cast<float*>(dq_accum),
-                                        dq_accum ? dq_size * (sizeof(Sum) / 4) : 0, context);
+  Status status;
+  if constexpr (kHasTwoPlanes<Arithmetic>) {
+    if (dq_accum) status = cudaMemsetAsync(dq_accum, 0, sizeof(Sum) * dq_size, context.stream);
+    if (!status.failed()) status = launch_planes(params, params.dout, context);
+    if (!status.failed()) status = launch_plane_rows(params, context);
+  } else {
+    status = launch_delta<Element>(params, reinterpret_cast<float*>(dq_accum),
+                                   dq_accum ? dq_size * (sizeof(Sum) / 4) : 0, context);
+  }
   if (!status.failed()) {
     status = launch_lists(params, QueryWalk<Config>::Queries::shape(), context);
   }
   if (status.failed()) return status;
-  const BackwardArguments<Sum> arguments{gradient_arguments<Element>(params), dq_accum, stages};
+  const BackwardArguments<Sum> arguments{gradient_arguments<Arithmetic>(params), dq_accum, stages};
   const int64_t blocks = ceil_div(params.seqlen_kv, Config::kBlockN) * params.num_kv_heads * params.batch;
   status = launch(backward_kernel<Config>, blocks, Config::kThreads, Config::shared_bytes(stages), context,
                   arguments);
@@ -419,9 +471,10 @@ Status launch_backward_tile(const BackwardParams& params, const LaunchContext& c
 template <class Arithmetic, int kHeadDim>
 Status backward(const BackwardParams& params, const LaunchContext& context) {
   constexpr int kElementBytes = sizeof(typename Arithmetic::Element);
-  const Status status =
-      launch_backward_tile<Arithmetic, kHeadDim, backward_tile(kElementBytes, kHeadDim)>(params, context);
-  if constexpr (has_compact_backward_tile(kElementBytes, kHeadDim)) {
+  constexpr BackwardTile kTile =
+      kHasTwoPlanes<Arithmetic> ? fine_backward_tile(kHeadDim) : backward_tile(kElementBytes, kHeadDim);
+  const Status status = launch_backward_tile<Arithmetic, kHeadDim, kTile>(params, context);
+  if constexpr (!kHasTwoPlanes<Arithmetic> && has_compact_backward_tile(kElementBytes, kHeadDim)) {
     if (!status.is_served()) {
       constexpr BackwardTile kCompact = compact_backward_tile(kElementBytes, kHeadDim);
       return launch_backward_tile<Arithmetic, kHeadDim, kCompact>(params, context);

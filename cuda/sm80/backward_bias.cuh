@@ -169,7 +169,7 @@ Status backward_bias(const BackwardParams& params, const LaunchContext& context)
   using Element = typename Config::Element;
   if (const Status status = launch_delta<Element>(params, nullptr, 0, context); status.failed())
     return status;
-  const auto arguments = gradient_arguments<Element>(params);
+  const auto arguments = gradient_arguments<Arithmetic>(params);
   return launch(backward_bias_kernel<Arithmetic>,
                 BiasSumsTile<Config::kBlockM, Config::kBlockN>::count(params), Config::kThreads,
                 Config::kSharedBytes, context, arguments);

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int head = blockIdx.x / num_m_blocks % num_heads;
   const int batch = blockIdx.x / num_m_blocks / num_heads;
   const int kv_head = head / (num_heads / num_kv_heads);
-  if (!kIs16Bit<Arithmetic> && planes_hold(params, batch, kv_head)) return;
+  if (is_of_others<Arithmetic>(params, batch, kv_head)) return;
 
   const Mask mask(params, batch);
   const int m_last = min(m_start + kBlockM, mask.q_length) - 1;
@@ -115,8 +115,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int warp_m = m_start + warp_row;
   const int64_t stats_row = (int64_t{batch} * num_heads + head) * stats_length(seqlen_q) + warp_m;
   Sum lse_log2[kMTiles][2], delta[kMTiles][2];
-  load_row_stats(lse_log2, statistics<Sum>(params.lse_log2) + stats_row);
-  load_row_stats(delta, statistics<Sum>(params.delta) + stats_row);
+  const RowStatistics<Sum> rows = row_statistics<Arithmetic>(params);
+  load_row_stats(lse_log2, rows.lse_log2 + stats_row);
+  load_row_stats(delta, rows.delta + stats_row);
+  decltype(auto) logit = logit_of<Arithmetic>(arguments, batch, kv_head);
   Sum dq[kMTiles][kHeadDim / 8][4];  // [kWarpRows, kHeadDim]
   clear(dq);
 
@@ -139,11 +141,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
           p, KMajorA<Arithmetic, QTile, kMTiles>(sQ, warp_row), KMajorB<Arithmetic, KvTile>(sK, 0));
       if constexpr (kMayHaveOthers) {
-        transform_scores(p, pairs, arguments.logit, warp_m, n_start);
+        transform_scores(p, pairs, logit, warp_m, n_start);
       } else {
-        transform_scores(p, arguments.logit);
+        transform_scores(p, logit);
       }
-      recompute_probabilities(p, arguments.logit, lse_log2, [](auto&) {});
+      recompute_probabilities(p, logit, lse_log2, [](auto&) {});
       clear(ds);
       multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
           ds, KMajorA<Arithmetic, QTile, kMTiles>(sDout, warp_row), KMajorB<Arithmetic, KvTile>(sV, 0));
@@ -164,9 +166,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 
       // ---- dq += ds k ----
       RegisterA<Arithmetic, kMTiles, kNTiles> ds_operand;
-      ds_operand.set(ds);
-      multiply_add<Arithmetic, kBlockN / kStepK<Arithmetic>, /*kLongSum=*/true>(
-          dq, ds_operand, MnMajorB<Arithmetic, KvTile>(sK, 0));
+      const MnMajorB<Arithmetic, KvTile> k_columns(sK, 0);
+      if constexpr (kHasTwoPlanes<Arithmetic>) {
+        const int exponent = ds_exponent(ds);
+        ds_operand.set(ds, power_of_two(exponent));
+        const float factor = power_of_two(-exponent);
+        multiply_add<Arithmetic, kBlockN / 16, /*kLongSum=*/true>(dq, ds_operand, k_columns,
+                                                                  [&](int, int) { return factor; });
+      } else {
+        ds_operand.set(ds);
+        multiply_add<Arithmetic, kBlockN / kStepK<Arithmetic>, /*kLongSum=*/true>(dq, ds_operand, k_columns);
+      }
     }
     if constexpr (kStages == 1) {
       __syncthreads();
@@ -175,6 +185,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   }
 
   // ---- Write dq; rows beyond the length get zeros ----
+  Sum of_dq = arguments.logit.scale;
+  if constexpr (kHasTwoPlanes<Arithmetic>) {
+    of_dq = ldexpf(of_dq, PlaneScales(params, batch, kv_head).of_dq() - (kPlaneTop + 1));
+  }
   const int head_dim = arguments.q.head_dim;
 #pragma unroll
   for (int mt = 0; mt < kMTiles; ++mt) {
@@ -183,12 +197,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       const int row = warp_m + accumulator_row(mt, h);
       if (row >= seqlen_q) continue;
       // In a fully masked row, other rows of its tile may have left 0 * NaN.
-      const bool seeing =
-          mask.first_key(row) <= mask.last_key(row) &&
-          (!kMayHaveMask || statistics<Sum>(params.lse_log2)[stats_row + accumulator_row(mt, h)] != INFINITY);
+      const bool seeing = mask.first_key(row) <= mask.last_key(row) &&
+                          (!kMayHaveMask || rows.lse_log2[stats_row + accumulator_row(mt, h)] != INFINITY);
       Element* gDq = static_cast<Element*>(params.dq) + ((q_row0 + row) * num_heads + head) * head_dim;
       for_each_run<Arithmetic>(dq, mt, h, [&](int column, const auto& values) {
-        store_run<Arithmetic>(gDq, column, head_dim, seeing, arguments.logit.scale, values);
+        store_run<Arithmetic>(gDq, column, head_dim, seeing, of_dq, values);
       });
     }
   }
@@ -196,8 +209,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 
 template <class Config>
 Status launch_backward_dq(const BackwardParams& params, const LaunchContext& context) {
-  using Element = typename Config::Element;
-  const auto arguments = gradient_arguments<Element>(params);
+  const auto arguments = gradient_arguments<typename Config::Arithmetic>(params);
   if (const Status status = launch_lists(params, Config::Keys::shape(), context); status.failed()) {
     return status;
   }

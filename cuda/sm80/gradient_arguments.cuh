@@ -1,9 +1,13 @@
 // What the kernels of a gradient get from the host.
 #pragma once
 
+#include <type_traits>
+
 #include "arithmetic.h"
+#include "delta.cuh"
 #include "pairs.cuh"
 #include "params.h"
+#include "planes.cuh"
 #include "sm80/shared_tile.cuh"
 #include "softmax.cuh"
 
@@ -17,15 +21,69 @@ struct GradientArguments {
   HeadRows q, k, v, dout;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv], [B * T, N, Hv]
 };
 
-template <class Element>
-GradientArguments<SumOf<Element>> gradient_arguments(const BackwardParams& params) {
+template <class Arithmetic>
+GradientArguments<typename Arithmetic::Sum> gradient_arguments(const BackwardParams& params) {
+  using Sum = typename Arithmetic::Sum;
+  constexpr bool kPlanes = kHasTwoPlanes<Arithmetic>;
+  using Operand = typename std::conditional_t<kPlanes, float16, Arithmetic>::Element;
+  const auto rows = [&](const void* data, int64_t length, int64_t heads, int64_t columns) {
+    return head_rows<Operand>(data, heads, columns, kPlanes ? params.batch * length * heads * columns : 0);
+  };
+  const auto [q, k, v, dout] = product_inputs<kPlanes>(params, params.dout);
   return {params,
-          LogitScaleOf<SumOf<Element>>(params),
-          PairOptionsOf<SumOf<Element>>(params),
-          head_rows<Element>(params.q, params.num_heads, params.head_dim),
-          head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
-          head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
-          head_rows<Element>(params.dout, params.num_heads, params.head_dim_v)};
+          LogitScaleOf<Sum>(params),
+          PairOptionsOf<Sum>(params),
+          rows(q, params.seqlen_q, params.num_heads, params.head_dim),
+          rows(k, params.seqlen_kv, params.num_kv_heads, params.head_dim),
+          rows(v, params.seqlen_kv, params.num_kv_heads, params.head_dim_v),
+          rows(dout, params.seqlen_q, params.num_heads, params.head_dim_v)};
+}
+
+// ---- Units: those of planes where products are of planes (planes.cuh), else none ----
+
+// Do other kernels compute this key head?
+template <class Arithmetic>
+__device__ __forceinline__ bool is_of_others(const BackwardParams& params, int batch, int kv_head) {
+  return !kIs16Bit<Arithmetic> && planes_hold(params, batch, kv_head) != kHasTwoPlanes<Arithmetic>;
+}
+
+// How a score of this key head becomes a logit.
+template <class Arithmetic, class Sum>
+__device__ __forceinline__ decltype(auto) logit_of(const GradientArguments<Sum>& arguments, int batch,
+                                                   int kv_head) {
+  if constexpr (kHasTwoPlanes<Arithmetic>) {
+    return arguments.logit.times_power(PlaneScales(arguments.params, batch, kv_head).of_scores());
+  } else {
+    return (arguments.logit);
+  }
+}
+
+// Statistics of all rows, [B, N, stats_length(T)] of each. With planes, p has a factor of 2^(kPlaneTop + 1).
+template <class Sum>
+struct RowStatistics {
+  const Sum *lse_log2, *delta;
+};
+
+template <class Arithmetic>
+__device__ __forceinline__ RowStatistics<typename Arithmetic::Sum> row_statistics(
+    const BackwardParams& params) {
+  using Sum = typename Arithmetic::Sum;
+  if constexpr (kHasTwoPlanes<Arithmetic>) {
+    const PlaneRows rows(params, stats_length(params.seqlen_q));
+    return {rows.lse_log2, rows.delta};
+  } else {
+    return {statistics<Sum>(params.lse_log2), statistics<Sum>(params.delta)};
+  }
+}
+
+// What ds is multiplied by to be an operand: the largest magnitude of a warp comes to the top.
+template <int kMTiles, int kNTiles>
+__device__ __forceinline__ int ds_exponent(const float (&ds)[kMTiles][kNTiles][4]) {
+  int32_t largest = 0;
+  for_each_accumulator(ds, [&](int mt, int h, int nt, int c) {
+    largest = max(largest, __float_as_int(fabsf(ds[mt][nt][2 * h + c])));
+  });
+  return plane_exponent(__int_as_float(__reduce_max_sync(0xffffffff, largest)));
 }
 
 }  // namespace jax_flash::cuda::sm80

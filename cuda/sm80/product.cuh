@@ -29,7 +29,12 @@ namespace jax_flash::cuda::sm80 {
 
 // Elements of the summed index in one instruction's 32 bytes.
 template <class Arithmetic>
-inline constexpr int kStepK = kIs16Bit<Arithmetic> ? 16 : 8;
+inline constexpr int kStepK = kMultiplies16Bit<Arithmetic> ? 16 : 8;
+
+// Is an operand split into two, and multiplied in three products?
+template <class Arithmetic>
+inline constexpr bool kIsSplit = std::is_same_v<Arithmetic, tf32x3> ||
+                                 std::is_same_v<Arithmetic, tf32x3_infinity> || kHasTwoPlanes<Arithmetic>;
 
 // ---- Fragments: one instruction's registers of an operand ----
 
@@ -48,6 +53,12 @@ template <int kRegisters>
 struct Fragment<tf32x3, kRegisters> {
   uint32_t high[kRegisters];  // the 11 leading bits, rounded
   uint32_t low[kRegisters];   // the exact remainder; the product uses 11 of its 12 bits
+};
+
+template <int kRegisters>
+struct Fragment<float16x3, kRegisters> {
+  uint32_t high[kRegisters];
+  uint32_t low[kRegisters];
 };
 
 template <int kRegisters>
@@ -99,6 +110,13 @@ __device__ __forceinline__ void mma(float (&d)[4], const Fragment<tf32x3, 4>& a,
   ptx::mma_tf32(d, a.high, b.low);
   ptx::mma_tf32(d, a.high, b.high);
 }
+// In the order of Hopper's forward kernel (sm90/product.cuh), whose scores are then the same to the bit.
+__device__ __forceinline__ void mma(float (&d)[4], const Fragment<float16x3, 4>& a,
+                                    const Fragment<float16x3, 2>& b) {
+  ptx::mma_f16(d, a.low, b.high);
+  ptx::mma_f16(d, a.high, b.low);
+  ptx::mma_f16(d, a.high, b.high);
+}
 // An infinity is multiplied only by the other operand's high part: infinity * low may be NaN or have the
 // wrong sign.
 __device__ __forceinline__ void mma(float (&d)[4], const Fragment<tf32x3_infinity, 4>& a,
@@ -131,6 +149,10 @@ struct KMajorA {
           a[mt].value[h] = two[0];
           a[mt].value[h + 2] = two[1];
         }
+      } else if constexpr (kHasTwoPlanes<Arithmetic>) {
+        const uint32_t high = Tile::moved(lane_base, 16 * mt, 2 * step);
+        ptx::load_matrix_x4(a[mt].high, high);
+        ptx::load_matrix_x4(a[mt].low, high + Tile::kPlaneBytes);
       } else {
         uint32_t r[4];
         ptx::load_matrix_x4(r, Tile::moved(lane_base, 16 * mt, 2 * step));
@@ -149,7 +171,7 @@ struct MnMajorA {
 
   __device__ __forceinline__ MnMajorA(Tile tile, int row) {
     const int lane = lane_id();
-    if constexpr (kIs16Bit<Arithmetic>) {
+    if constexpr (kMultiplies16Bit<Arithmetic>) {
       lane_base = Tile::moved(tile.lane_base(lane % 8 + lane / 16 * 8, lane / 8 % 2), 0, row / 8);
     } else {
       static_assert(kMTiles == 2 || kIs64Bit<Arithmetic>,
@@ -165,6 +187,13 @@ struct MnMajorA {
 #pragma unroll
       for (int mt = 0; mt < kMTiles; ++mt) {
         ptx::load_matrix_x4_transposed(a[mt].value, Tile::moved(lane_base, 16 * step, 2 * mt));
+      }
+    } else if constexpr (kHasTwoPlanes<Arithmetic>) {
+#pragma unroll
+      for (int mt = 0; mt < kMTiles; ++mt) {
+        const uint32_t high = Tile::moved(lane_base, 16 * step, 2 * mt);
+        ptx::load_matrix_x4_transposed(a[mt].high, high);
+        ptx::load_matrix_x4_transposed(a[mt].low, high + Tile::kPlaneBytes);
       }
     } else if constexpr (kIs64Bit<Arithmetic>) {
 #pragma unroll
@@ -186,6 +215,16 @@ struct MnMajorA {
         set<Tile::kRounded>(a[mt], 3, odd[2 * mt + 1]);
       }
     }
+  }
+};
+
+// Two float32 in units of their planes, in 16 bits each, and what then remains of them.
+struct PlanePair {
+  uint32_t high, low;
+
+  __device__ __forceinline__ PlanePair(float x, float y) : high(ptx::pack_f16(x, y)) {
+    const float2 rounded = unpack<float16>(high);
+    low = ptx::pack_f16(x - rounded.x, y - rounded.y);
   }
 };
 
@@ -232,7 +271,45 @@ struct RegisterA {
   }
 };
 
+// The same in two planes, of accumulators times `factor`.
+template <int kMTiles, int kNTiles>
+struct RegisterA<float16x3, kMTiles, kNTiles> {
+  static constexpr int kSteps = kNTiles / 2;
+  Fragment<float16x3, 4> value[kSteps][kMTiles];
+
+  __device__ __forceinline__ void set(const float (&accumulators)[kMTiles][kNTiles][4], float factor) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* pair = &accumulators[mt][2 * step + i / 2][2 * (i % 2)];
+          const PlanePair planes(factor * pair[0], factor * pair[1]);
+          value[step][mt].high[i] = planes.high;
+          value[step][mt].low[i] = planes.low;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load(Fragment<float16x3, 4> (&a)[kMTiles], int step) const {
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) a[mt] = value[step][mt];
+  }
+};
+
 // ---- Operand b: columns of the product ----
+
+// Two tiles of 8 columns, as they are loaded from two planes.
+__device__ __forceinline__ void set_planes(Fragment<float16x3, 2> (&b)[2], const uint32_t (&high)[4],
+                                           const uint32_t (&low)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    b[i / 2].high[i % 2] = high[i];
+    b[i / 2].low[i % 2] = low[i];
+  }
+}
 
 // b[k][column] = tile[column][k].
 template <class Arithmetic, class Tile>
@@ -253,6 +330,12 @@ struct KMajorB {
       for (int i = 0; i < kTiles; ++i) {
         ptx::load_shared_x2(b[i].value, Tile::moved(lane_base, 16 * group + 8 * i, 4 * step));
       }
+    } else if constexpr (kHasTwoPlanes<Arithmetic>) {
+      const uint32_t address = Tile::moved(lane_base, 16 * group, 2 * step);
+      uint32_t high[4], low[4];
+      ptx::load_matrix_x4(high, address);
+      ptx::load_matrix_x4(low, address + Tile::kPlaneBytes);
+      set_planes(b, high, low);
     } else {
       uint32_t r[4];
       ptx::load_matrix_x4(r, Tile::moved(lane_base, 16 * group, 2 * step));
@@ -265,13 +348,13 @@ struct KMajorB {
 // b[k][column] = tile[k][column].
 template <class Arithmetic, class Tile>
 struct MnMajorB {
-  static constexpr int kTiles = kIs16Bit<Arithmetic> || kIs64Bit<Arithmetic> ? 2 : 4;
+  static constexpr int kTiles = kMultiplies16Bit<Arithmetic> || kIs64Bit<Arithmetic> ? 2 : 4;
   uint32_t lane_base;
   uint32_t lane_base_odd;  // float32 and float64: row k = 2t + 1
 
   __device__ __forceinline__ MnMajorB(Tile tile, int column) {
     const int lane = lane_id();
-    if constexpr (kIs16Bit<Arithmetic>) {
+    if constexpr (kMultiplies16Bit<Arithmetic>) {
       lane_base = Tile::moved(tile.lane_base(lane % 16, lane / 16), 0, column / 8);
     } else {
       constexpr int kChunkColumns = 16 / sizeof(typename Arithmetic::Element);
@@ -286,6 +369,12 @@ struct MnMajorB {
       ptx::load_matrix_x4_transposed(r, Tile::moved(lane_base, 16 * step, 2 * group));
 #pragma unroll
       for (int i = 0; i < 4; ++i) b[i / 2].value[i % 2] = r[i];
+    } else if constexpr (kHasTwoPlanes<Arithmetic>) {
+      const uint32_t address = Tile::moved(lane_base, 16 * step, 2 * group);
+      uint32_t high[4], low[4];
+      ptx::load_matrix_x4_transposed(high, address);
+      ptx::load_matrix_x4_transposed(low, address + Tile::kPlaneBytes);
+      set_planes(b, high, low);
     } else if constexpr (kIs64Bit<Arithmetic>) {
       double even[2], odd[2];
       ptx::load_shared_x2(even, Tile::moved(lane_base, 8 * step, 8 * group));
@@ -307,37 +396,56 @@ struct MnMajorB {
 
 // ---- The product ----
 
+// What sums added outside are to be multiplied by: nothing.
+struct NoFactor {
+  __device__ __forceinline__ float operator()(int, int) const { return 1; }
+};
+
 // acc[16 kMTiles, 8 kNTiles] += a b over kSteps steps of kStepK.
 //
 // kLongSum: the sum continues over many calls. Tensor cores round it towards zero at each instruction, which
-// adds up to a part in 1,000 over 131,072 rows. So tf32x3, which is meant to be as exact as float32, adds
-// outside of them.
-template <class Arithmetic, int kSteps, bool kLongSum = false, int kMTiles, int kNTiles, class A, class B>
+// adds up to a part in 1,000 over 131,072 rows. So where three products are to be as exact as float32, the
+// sums of kStepsInside steps each are added outside of them, times factor(mt, step) of the first.
+template <class Arithmetic, int kSteps, bool kLongSum = false, int kStepsInside = 1, int kMTiles, int kNTiles,
+          class A, class B, class Factor = NoFactor>
 __device__ __forceinline__ void multiply_add(typename Arithmetic::Sum (&acc)[kMTiles][kNTiles][4], const A& a,
-                                             const B& b) {
-  static_assert(kNTiles % B::kTiles == 0);
-  constexpr bool kAddOutside =
-      kLongSum && (std::is_same_v<Arithmetic, tf32x3> || std::is_same_v<Arithmetic, tf32x3_infinity>);
+                                             const B& b, const Factor& factor = {}) {
+  static_assert(kNTiles % B::kTiles == 0 && kSteps % kStepsInside == 0);
+  constexpr bool kAddOutside = kLongSum && kIsSplit<Arithmetic>;
+  static_assert(kAddOutside || (std::is_same_v<Factor, NoFactor> && kStepsInside == 1));
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    Fragment<Arithmetic, 4> a_fragment[kMTiles];
-    a.load(a_fragment, step);
+  for (int first = 0; first < kSteps; first += kStepsInside) {
+    Fragment<Arithmetic, 4> a_fragments[kStepsInside][kMTiles];
+#pragma unroll
+    for (int i = 0; i < kStepsInside; ++i) a.load(a_fragments[i], first + i);
+    [[maybe_unused]] float factors[kMTiles];
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) factors[mt] = factor(mt, first);
 #pragma unroll
     for (int group = 0; group < kNTiles / B::kTiles; ++group) {
-      Fragment<Arithmetic, 2> b_fragment[B::kTiles];
-      b.load(b_fragment, step, group);
+      [[maybe_unused]] float terms[kMTiles][B::kTiles][4] = {};
+      const auto add = [&](const float (&term)[4], int mt, int tile) {
 #pragma unroll
-      for (int mt = 0; mt < kMTiles; ++mt) {
+        for (int i = 0; i < 4; ++i) {
+          float& sum = acc[mt][group * B::kTiles + tile][i];
+          sum = std::is_same_v<Factor, NoFactor> ? sum + term[i] : fmaf(term[i], factors[mt], sum);
+        }
+      };
 #pragma unroll
-        for (int i = 0; i < B::kTiles; ++i) {
-          auto& sum = acc[mt][group * B::kTiles + i];
-          if constexpr (kAddOutside) {
-            float term[4] = {};
-            mma(term, a_fragment[mt], b_fragment[i]);
+      for (int i = 0; i < kStepsInside; ++i) {
+        Fragment<Arithmetic, 2> b_fragment[B::kTiles];
+        b.load(b_fragment, first + i, group);
 #pragma unroll
-            for (int j = 0; j < 4; ++j) sum[j] += term[j];
-          } else {
-            mma(sum, a_fragment[mt], b_fragment[i]);
+        for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+          for (int tile = 0; tile < B::kTiles; ++tile) {
+            if constexpr (kAddOutside) {
+              float (&term)[4] = terms[mt][tile];
+              mma(term, a_fragments[i][mt], b_fragment[tile]);
+              if (i == kStepsInside - 1) add(term, mt, tile);
+            } else {
+              mma(acc[mt][group * B::kTiles + tile], a_fragments[i][mt], b_fragment[tile]);
+            }
           }
         }
       }
@@ -351,7 +459,7 @@ __device__ __forceinline__ void multiply_add(typename Arithmetic::Sum (&acc)[kMT
 // float32 rows are columns of store_accumulators' tile, interleaved by four; in float64 they are by two.
 template <class Arithmetic>
 __device__ __forceinline__ int mn_major_accumulator_row(int mt, int h) {
-  if constexpr (kIs16Bit<Arithmetic>) {
+  if constexpr (kMultiplies16Bit<Arithmetic>) {
     return accumulator_row(mt, h);
   } else if constexpr (kIs64Bit<Arithmetic>) {
     return 16 * mt + lane_id() / 4 * 2 + h;
@@ -365,11 +473,12 @@ __device__ __forceinline__ int mn_major_accumulator_row(int mt, int h) {
 
 // Writes a warp's accumulators to rows `row`.. and columns `column`.. of a tile, to be read as the operand a.
 // float32 columns 2t, 2t + 1 go to t, t + 4: a k-major fragment then has the summed index in the order of
-// MnMajorB.
+// MnMajorB. To two planes they go times `factor`.
 template <class Arithmetic, class Tile, int kMTiles, int kNTiles>
-__device__ __forceinline__ void store_accumulators(
-    Tile tile, int row, int column, const typename Arithmetic::Sum (&acc)[kMTiles][kNTiles][4]) {
-  constexpr int kChunkElements = 16 / sizeof(typename Arithmetic::Element);
+__device__ __forceinline__ void store_accumulators(Tile tile, int row, int column,
+                                                   const typename Arithmetic::Sum (&acc)[kMTiles][kNTiles][4],
+                                                   [[maybe_unused]] float factor = 1) {
+  constexpr int kChunkElements = 16 / sizeof(typename Tile::Element);
   const uint32_t first =
       kIs64Bit<Arithmetic> ? tile.lane_base(lane_id() / 4, lane_id() % 4) : tile.lane_base(lane_id() / 4, 0);
   const uint32_t lane_base =
@@ -385,6 +494,11 @@ __device__ __forceinline__ void store_accumulators(
           ptx::store_shared_x2(Tile::moved(lane_base, 16 * mt + 8 * h, 4 * nt), {pair[0], pair[1]});
         } else if constexpr (kIs16Bit<Arithmetic>) {
           ptx::store_shared(Tile::moved(lane_base, 16 * mt + 8 * h, nt), pack<Arithmetic>(pair[0], pair[1]));
+        } else if constexpr (kHasTwoPlanes<Arithmetic>) {
+          const PlanePair planes(factor * pair[0], factor * pair[1]);
+          const uint32_t high = Tile::moved(lane_base, 16 * mt + 8 * h, nt);
+          ptx::store_shared(high, planes.high);
+          ptx::store_shared(high + Tile::kPlaneBytes, planes.low);
         } else {
 #pragma unroll
           for (int c = 0; c < 2; ++c) {

@@ -57,20 +57,30 @@ struct SharedTile {
   }
 };
 
+// Two planes, one behind the other.
+template <int kRows, int kCols, bool kRounded>
+struct SharedTile<float16x3, kRows, kCols, kRounded> : SharedTile<float16, kRows, kCols, kRounded> {
+  using Arithmetic = float16x3;
+  using Plane = SharedTile<float16, kRows, kCols, kRounded>;
+  static constexpr int kPlaneBytes = Plane::kBytes;
+  static constexpr int kBytes = 2 * kPlaneBytes;
+};
+
 // A dense [rows, heads, head_dim] array in global memory. It is part of a kernel's parameters, so it takes no
 // registers.
 struct HeadRows {
   const void* data;
+  int64_t low;     // elements from a plane to the second one; 0 where there are no two planes
   int64_t stride;  // elements from row to row
   int head_dim;
   int copy_bytes;  // bytes per copy, by the alignment of heads: 16, 4 or 2
 };
 
 template <class Element>
-HeadRows head_rows(const void* data, int64_t heads, int64_t head_dim) {
+HeadRows head_rows(const void* data, int64_t heads, int64_t head_dim, int64_t low = 0) {
   const int64_t bytes = head_dim * int64_t{sizeof(Element)};
   const int copy_bytes = bytes % 16 == 0 ? 16 : bytes % 4 == 0 ? 4 : 2;
-  return {data, heads * head_dim, static_cast<int>(head_dim), copy_bytes};
+  return {data, low, heads * head_dim, static_cast<int>(head_dim), copy_bytes};
 }
 
 // Copies tiles of rows of one head, by all kThreads threads. A thread keeps one pointer, which the caller
@@ -103,11 +113,14 @@ class TileLoader {
     const int valid_rows = chunk * kChunkElements < rows_.head_dim ? row_limit - row - r : 0;
     const uint32_t to = tile.base + r * Tile::kRowBytes;
     const Element* from = from_;
-    if (rows_.copy_bytes == 16) {
+    if (kHasTwoPlanes<typename Tile::Arithmetic> || rows_.copy_bytes == 16) {
 #pragma unroll
       for (int i = 0; i < Tile::kRows; i += kRowsAtOnce) {
-        ptx::copy_async<16>(to + i * Tile::kRowBytes + Tile::chunk_offset(r + i, chunk), from,
-                            i < valid_rows);
+        const uint32_t to_row = to + i * Tile::kRowBytes + Tile::chunk_offset(r + i, chunk);
+        ptx::copy_async<16>(to_row, from, i < valid_rows);
+        if constexpr (kHasTwoPlanes<typename Tile::Arithmetic>) {
+          ptx::copy_async<16>(to_row + Tile::kPlaneBytes, from + rows_.low, i < valid_rows);
+        }
         from += kRowsAtOnce * rows_.stride;
       }
     } else {

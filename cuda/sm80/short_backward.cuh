@@ -111,7 +111,8 @@ template <class Arithmetic, int kHeadDim, PairPolicy kPolicy>
 Status launch_short_backward(const BackwardParams& params, const LaunchContext& context) {
   using Config = ShortBackwardConfig<Arithmetic, kHeadDim, kPolicy>;
   return launch(short_backward_kernel<Config>, params.batch * params.num_kv_heads, Config::kThreads,
-                Config::kSharedBytes, context, short_gradients_arguments<typename Config::Element>(params));
+                Config::kSharedBytes, context,
+                short_gradients_arguments<typename Config::Arithmetic>(params));
 }
 
 template <class Arithmetic, int kHeadDim>

@@ -74,7 +74,7 @@ Status short_backward_bias(const BackwardParams& params, const LaunchContext& co
   using Config = ShortBackwardBiasConfig<Arithmetic, kHeadDim>;
   return launch(short_backward_bias_kernel<Config>, BiasSumsTile<Config::kRows, Config::kRows>::count(params),
                 Config::kThreads, Config::kSharedBytes, context,
-                short_gradients_arguments<typename Config::Element>(params));
+                short_gradients_arguments<typename Config::Arithmetic>(params));
 }
 
 }  // namespace jax_flash::cuda::sm80

@@ -25,10 +25,10 @@ struct ShortGradientsArguments : GradientArguments<float> {
   HeadRows out;  // [B * T, N, Hv]
 };
 
-template <class Element>
+template <class Arithmetic>
 ShortGradientsArguments short_gradients_arguments(const BackwardParams& params) {
-  return {gradient_arguments<Element>(params),
-          head_rows<Element>(params.out, params.num_heads, params.head_dim_v)};
+  return {gradient_arguments<Arithmetic>(params),
+          head_rows<typename Arithmetic::Element>(params.out, params.num_heads, params.head_dim_v)};
 }
 
 template <class Arithmetic_, int kHeadDim_, PairPolicy kPolicy_>

@@ -106,6 +106,7 @@
 #include "ptx/memory.h"
 #include "ptx/tensor_copy.h"
 #include "ptx/wgmma.h"
+#include "sm80/backward.cuh"
 #include "sm90/fragments.cuh"
 #include "sm90/head_halves.cuh"
 #include "sm90/item_ring.cuh"
@@ -1335,9 +1336,8 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
 template <class Arithmetic, int kHeadDim>
 Status backward_dq(const BackwardParams& params, const LaunchContext& context);
 
-// Where params.leaves_dq, dq is left to the caller.
 template <class Arithmetic, int kHeadDim>
-Status backward(const BackwardParams& params, const LaunchContext& context) {
+Status backward_by_warpgroups(const BackwardParams& params, const LaunchContext& context) {
   using Element = typename Arithmetic::Element;
   constexpr bool kPlanes = !kIs16Bit<Arithmetic>;
   if constexpr (has_halves(kHeadDim)) {
@@ -1388,6 +1388,17 @@ Status backward(const BackwardParams& params, const LaunchContext& context) {
     if (!params.leaves_dq) return backward_dq<Arithmetic, kHeadDim>(params, context);
   }
   return {};
+}
+
+// Where params.leaves_dq, dq is left to the caller.
+template <class Arithmetic, int kHeadDim>
+Status backward(const BackwardParams& params, const LaunchContext& context) {
+  if constexpr (std::is_same_v<Arithmetic, tf32x3>) {
+    return is_served_in_two_planes(params, context) ? sm80::backward<float16x3, kHeadDim>(params, context)
+                                                    : Status::not_served();
+  } else {
+    return backward_by_warpgroups<Arithmetic, kHeadDim>(params, context);
+  }
 }
 
 }  // namespace jax_flash::cuda::sm90

@@ -58,6 +58,7 @@
 #include "ptx/memory.h"
 #include "ptx/tensor_copy.h"
 #include "ptx/wgmma.h"
+#include "sm80/backward_dq.cuh"
 #include "sm90/head_halves.cuh"
 #include "sm90/output.cuh"
 #include "sm90/product.cuh"
@@ -446,7 +447,7 @@ Status launch_backward_dq(const BackwardParams& params, const LaunchContext& con
 }
 
 template <class Arithmetic, int kHeadDim>
-Status backward_dq(const BackwardParams& params, const LaunchContext& context) {
+Status backward_dq_by_warpgroups(const BackwardParams& params, const LaunchContext& context) {
   if constexpr (has_halves(kHeadDim)) {
     if (context.compute_capability == 90 && is_wide_without_pairs(params))
       return {};  // backward() has cleared dq
@@ -457,6 +458,16 @@ Status backward_dq(const BackwardParams& params, const LaunchContext& context) {
   return is_general(params)
              ? launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, kAnyPairsUnstaged>>(params, context)
              : launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, kNoPairs>>(params, context);
+}
+
+template <class Arithmetic, int kHeadDim>
+Status backward_dq(const BackwardParams& params, const LaunchContext& context) {
+  if constexpr (std::is_same_v<Arithmetic, tf32x3>) {
+    return is_served_in_two_planes(params, context) ? sm80::backward_dq<float16x3, kHeadDim>(params, context)
+                                                    : Status::not_served();
+  } else {
+    return backward_dq_by_warpgroups<Arithmetic, kHeadDim>(params, context);
+  }
 }
 
 }  // namespace jax_flash::cuda::sm90
