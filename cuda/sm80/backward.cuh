@@ -143,6 +143,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   constexpr int kDkvColumns = kHeadDim / (kTile.warps / kTile.dkv_warps_n);
   constexpr int kWarpDqRows = kBlockM / kTile.dq_warps_m;
   constexpr int kWarpDqColumns = kHeadDim / (kTile.warps / kTile.dq_warps_m);
+  // Steps of the summed index that have the same factor of ds, if planes.
+  constexpr int kRowSteps = kScoreRows >= 32 ? 2 : 1, kColumnSteps = kScoreColumns >= 32 ? 2 : 1;
   const BackwardParams& params = arguments.params;
   const int warp = threadIdx.x / 32;
   const int score_row = warp % kTile.score_warps_m * kScoreRows;
@@ -332,7 +334,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     const MnMajorA<Arithmetic, ScoreTile, kDkvRows / 16> ds_of_keys(sDs, dkv_row);
     const MnMajorB<Arithmetic, QTile> q_columns(sQ, dkv_column);
     if constexpr (kPlanes) {
-      multiply_add<Arithmetic, kBlockM / 16, /*kLongSum=*/true, std::min(kScoreRows / 16, 2)>(
+      multiply_add<Arithmetic, kBlockM / 16, /*kLongSum=*/true, kRowSteps>(
           dk, ds_of_keys, q_columns,
           [&](int mt, int step) { return ds_factor(16 * step, dkv_row + 16 * mt); });
     } else {
@@ -347,7 +349,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       const KMajorA<Arithmetic, ScoreTile, kWarpDqRows / 16> ds_of_queries(sDs, dq_row);
       const MnMajorB<Arithmetic, KvTile> k_columns(sK, dq_column);
       if constexpr (kPlanes) {
-        multiply_add<Arithmetic, kBlockN / 16, /*kLongSum=*/true, std::min(kScoreColumns / 16, 2)>(
+        multiply_add<Arithmetic, kBlockN / 16, /*kLongSum=*/true, kColumnSteps>(
             dq, ds_of_queries, k_columns,
             [&](int mt, int step) { return ds_factor(dq_row + 16 * mt, 16 * step); });
         for_each_accumulator(dq, [&](int mt, int h, int nt, int c) { dq[mt][nt][2 * h + c] *= of_dq; });

@@ -427,7 +427,7 @@ __device__ __forceinline__ void multiply_add(typename Arithmetic::Sum (&acc)[kMT
       const auto add = [&](const float (&term)[4], int mt, int tile) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          float& sum = acc[mt][group * B::kTiles + tile][i];
+          auto& sum = acc[mt][group * B::kTiles + tile][i];
           sum = std::is_same_v<Factor, NoFactor> ? sum + term[i] : fmaf(term[i], factors[mt], sum);
         }
       };
