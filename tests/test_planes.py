@@ -294,7 +294,8 @@ def test_gradients_by_two_planes_are_as_exact_as_float32(name, head_dim, determi
     for field, x in got.items():
         exact = getattr(want, field)
         unit = np.abs(exact).max((1, 3), keepdims=True)
-        unit = np.where(unit == 0, 1, unit)
+        if name in ("zeros", "equal keys"):  # where gradients are 0
+            unit = np.ones_like(unit)
         scaled = np.asarray(x, np.float64) / unit
         assert_close(scaled, exact / unit, "float32", num_keys=S, name=f"{field} of {name}")
     with harness.cuda_settings(kernels="sm80"):
@@ -316,7 +317,7 @@ BEYOND_TWO_PLANES_BACKWARD = {
     **{name: (inputs, None) for name, inputs in BEYOND_TWO_PLANES.items()},
     "a tiny row": (times(3, np.s_[:, 70], 2.0**-20), None),
     "a tiny query head": (times(3, np.s_[:, :, 1], 2.0**-20), None),
-    "a large row of dlse": (INPUTS["normal"], 2.0**22),
+    "a large row of dlse": (INPUTS["normal"], 2.0**34),
     "huge logits": (times(0, np.s_[:, 70], 1000), None),
 }
 

@@ -261,9 +261,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     using Scores = Sum[kScoreRows / 16][kScoreColumns / 8][4];
     Scores p;
     clear(p);
-    multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
-        p, KMajorA<Arithmetic, QTile, kScoreRows / 16>(sQ, score_row),
-        KMajorB<Arithmetic, KvTile>(sK, score_column));
+    multiply_rows<Arithmetic, kHeadDim>(p, sQ, score_row, sK, score_column);
     const int row0 = m_start + score_row, column0 = n_start + score_column;
     const bool covered = mask.covers(row0, kScoreRows, column0, kScoreColumns);
     const bool whole = !kMayHaveMask || walk.is_whole();

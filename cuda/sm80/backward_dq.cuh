@@ -138,8 +138,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       const bool covered = mask.covers(warp_m, kWarpRows, n_start, kBlockN);
       Sum p[kMTiles][kNTiles][4], ds[kMTiles][kNTiles][4];  // [kWarpRows, kBlockN]
       clear(p);
-      multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
-          p, KMajorA<Arithmetic, QTile, kMTiles>(sQ, warp_row), KMajorB<Arithmetic, KvTile>(sK, 0));
+      multiply_rows<Arithmetic, kHeadDim>(p, sQ, warp_row, sK, 0);
       if constexpr (kMayHaveOthers) {
         transform_scores(p, pairs, logit, warp_m, n_start);
       } else {

@@ -110,7 +110,6 @@ __device__ __forceinline__ void mma(float (&d)[4], const Fragment<tf32x3, 4>& a,
   ptx::mma_tf32(d, a.high, b.low);
   ptx::mma_tf32(d, a.high, b.high);
 }
-// In the order of Hopper's forward kernel (sm90/product.cuh), whose scores are then the same to the bit.
 __device__ __forceinline__ void mma(float (&d)[4], const Fragment<float16x3, 4>& a,
                                     const Fragment<float16x3, 2>& b) {
   ptx::mma_f16(d, a.low, b.high);
@@ -450,6 +449,31 @@ __device__ __forceinline__ void multiply_add(typename Arithmetic::Sum (&acc)[kMT
         }
       }
     }
+  }
+}
+
+// acc += a b^T: rows from a_row on of a tile a, rows from b_row on of a tile b, over their kColumns columns.
+//
+// Of planes in the order of Hopper's forward kernel (issue_scores_of_planes of sm90/product.cuh), whose
+// scores are then the same to the bit: all steps of low * high, of high * low, and of high * high, which are
+// 8 large sums to cut off, not
+// 24. One loop for all three: unrolled, the compiler loads so far ahead that it spills.
+template <class Arithmetic, int kColumns, int kMTiles, int kNTiles, class ATile, class BTile>
+__device__ __forceinline__ void multiply_rows(typename Arithmetic::Sum (&acc)[kMTiles][kNTiles][4],
+                                              ATile a_tile, int a_row, BTile b_tile, int b_row) {
+  constexpr int kSteps = kColumns / kStepK<Arithmetic>;
+  if constexpr (kHasTwoPlanes<Arithmetic>) {
+    KMajorA<float16, typename ATile::Plane, kMTiles> a({a_tile.base + ATile::kPlaneBytes}, a_row);
+    KMajorB<float16, typename BTile::Plane> b({b_tile.base}, b_row);
+#pragma unroll 1
+    for (int product = 0; product < 3; ++product) {
+      multiply_add<float16, kSteps>(acc, a, b);
+      if (product == 0) a.lane_base -= ATile::kPlaneBytes;
+      b.lane_base += product == 0 ? BTile::kPlaneBytes : -BTile::kPlaneBytes;
+    }
+  } else {
+    multiply_add<Arithmetic, kSteps>(acc, KMajorA<Arithmetic, ATile, kMTiles>(a_tile, a_row),
+                                     KMajorB<Arithmetic, BTile>(b_tile, b_row));
   }
 }
 

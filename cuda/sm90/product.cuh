@@ -11,24 +11,30 @@
 
 namespace jax_flash::cuda::sm90 {
 
-// acc [64, kN] = or += a [64, kDepth] b^T, b [kN, kDepth]. A chunk of a begins kAColumns after the one
-// before.
-template <class Arithmetic, int kDepth, bool kAccumulate = false, int kAColumns = chunk_columns(kDepth),
-          int kTiles>
-__device__ __forceinline__ void issue_scores(float (&acc)[1][kTiles][4], uint32_t a_tile, int a_pitch,
-                                             uint32_t b_tile, int b_pitch) {
-  constexpr int kRowBytes = 2 * chunk_columns(kDepth);
+// acc [64, kN] = or += a [64, kDepth] b^T, b [kN, kDepth], of descriptors of their tiles; not committed.
+template <class Arithmetic, int kDepth, bool kAccumulate, int kAColumns = chunk_columns(kDepth), int kTiles>
+__device__ __forceinline__ void issue_score_steps(float (&acc)[1][kTiles][4], uint64_t a, int a_pitch,
+                                                  uint64_t b, int b_pitch) {
   constexpr int kASteps = kAColumns / 16, kBSteps = chunk_columns(kDepth) / 16;
-  const uint64_t a = ptx::matrix_descriptor<kRowBytes>(a_tile, 0),
-                 b = ptx::matrix_descriptor<kRowBytes>(b_tile, 0);
-  ptx::keep_in_place(acc[0]);
-  ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kDepth / 16; ++step) {
     ptx::Wgmma<Arithmetic, 8 * kTiles>::template shared</*kBAlongN=*/false>(
         acc[0], a + (step / kASteps * a_pitch + step % kASteps * 32) / 16,
         b + (step / kBSteps * b_pitch + step % kBSteps * 32) / 16, kAccumulate || step > 0);
   }
+}
+
+// The same of tiles. A chunk of a begins kAColumns after the one before.
+template <class Arithmetic, int kDepth, bool kAccumulate = false, int kAColumns = chunk_columns(kDepth),
+          int kTiles>
+__device__ __forceinline__ void issue_scores(float (&acc)[1][kTiles][4], uint32_t a_tile, int a_pitch,
+                                             uint32_t b_tile, int b_pitch) {
+  constexpr int kRowBytes = 2 * chunk_columns(kDepth);
+  const uint64_t a = ptx::matrix_descriptor<kRowBytes>(a_tile, 0),
+                 b = ptx::matrix_descriptor<kRowBytes>(b_tile, 0);
+  ptx::keep_in_place(acc[0]);
+  ptx::wgmma_fence();
+  issue_score_steps<Arithmetic, kDepth, kAccumulate, kAColumns>(acc, a, a_pitch, b, b_pitch);
   ptx::wgmma_commit();
 }
 
@@ -72,26 +78,20 @@ __device__ __forceinline__ void issue_sum(float (&acc)[1][kTiles][4], uint32_t (
 }
 
 // Scores and sums of two planes each, without the product of the low ones: small products first, since the
-// sums are cut off, not rounded. Low planes lie a_plane and b_plane bytes behind. The backward kernel
-// (sm80/product.cuh) has the same order in scores, a step after the other, for the same bits.
+// sums are cut off, not rounded. Low planes lie a_plane and b_plane bytes behind. The backward kernel has the
+// same order in scores (multiply_rows of sm80/product.cuh).
 template <class Arithmetic, int kDepth, int kTiles>
 __device__ __forceinline__ void issue_scores_of_planes(float (&acc)[1][kTiles][4], uint32_t a_tile,
                                                        int a_pitch, int a_plane, uint32_t b_tile, int b_pitch,
                                                        int b_plane) {
-  using Wgmma = ptx::Wgmma<Arithmetic, 8 * kTiles>;
-  constexpr int kRowBytes = 2 * chunk_columns(kDepth), kChunkSteps = chunk_columns(kDepth) / 16;
-  const uint64_t a_first = ptx::matrix_descriptor<kRowBytes>(a_tile, 0),
-                 b_first = ptx::matrix_descriptor<kRowBytes>(b_tile, 0);
+  constexpr int kRowBytes = 2 * chunk_columns(kDepth);
+  const uint64_t a = ptx::matrix_descriptor<kRowBytes>(a_tile, 0),
+                 b = ptx::matrix_descriptor<kRowBytes>(b_tile, 0);
   ptx::keep_in_place(acc[0]);
   ptx::wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < kDepth / 16; ++step) {
-    const uint64_t a = a_first + (step / kChunkSteps * a_pitch + step % kChunkSteps * 32) / 16,
-                   b = b_first + (step / kChunkSteps * b_pitch + step % kChunkSteps * 32) / 16;
-    Wgmma::template shared</*kBAlongN=*/false>(acc[0], a + a_plane / 16, b, step > 0);
-    Wgmma::template shared</*kBAlongN=*/false>(acc[0], a, b + b_plane / 16, true);
-    Wgmma::template shared</*kBAlongN=*/false>(acc[0], a, b, true);
-  }
+  issue_score_steps<Arithmetic, kDepth, /*kAccumulate=*/false>(acc, a + a_plane / 16, a_pitch, b, b_pitch);
+  issue_score_steps<Arithmetic, kDepth, /*kAccumulate=*/true>(acc, a, a_pitch, b + b_plane / 16, b_pitch);
+  issue_score_steps<Arithmetic, kDepth, /*kAccumulate=*/true>(acc, a, a_pitch, b, b_pitch);
   ptx::wgmma_commit();
 }
 
