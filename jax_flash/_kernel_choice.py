@@ -23,8 +23,8 @@ def num_planes(call: Pass, q, k, v, options: AttentionOptions) -> int:
     planes = 2 if options.precision else 1
     if direction is None or q.dtype != jnp.float32:
         return 0
-    # Other kernels do not recompute the scores to the last bit: with logits of several hundreds, probabilities would not
-    # be exact in float32.
+    # Other kernels do not recompute the scores to the bit: with logits of several hundreds, probabilities would not be
+    # exact in float32.
     if planes == 2 and not options.in_planes:
         return 0
     shortest = _library.constants()["kShortLength"] + 1

@@ -335,6 +335,34 @@ def equations(jaxpr, name: str) -> list:
     return found
 
 
+def second_gradient(f):
+    return jax.grad(lambda *x: jnp.sum(jax.grad(f)(*x) ** 2))
+
+
+@pytest.mark.parametrize(
+    ("derivative", "options", "in_planes"),
+    [
+        (jax.grad, {}, dict(forward=[True], backward=[True])),
+        (jax.grad, dict(bias=BIAS), dict(forward=[False], backward=[False], backward_bias=[False])),
+        (jax.grad, dict(forward_mode=True), dict(forward=[False], backward=[False])),
+        (jax.grad, dict(precision="default"), dict(forward=[False], backward=[False])),
+        # Second derivatives have a forward pass of their own.
+        (second_gradient, {}, dict(forward=[True, False], backward=[True], backward_tangent=[False])),
+    ],
+    ids=["gradient", "bias", "forward mode", "default", "second derivative"],
+)
+def test_who_recomputes_scores_of_planes(derivative, options, in_planes):
+    """At "highest" only kernels that do so to the bit follow a forward pass that may be of planes."""
+
+    def f(q, k, v):
+        return jnp.sum(jax_flash.flash_attention(q, k, v, **dict(precision="highest") | options))
+
+    jaxpr = jax.make_jaxpr(derivative(f))(*(x.astype(np.float32) for x in QKV))
+    for name, expected in in_planes.items():
+        found = [eqn.params["options"].in_planes for eqn in equations(jaxpr, f"jax_flash_{name}")]
+        assert set(found) == set(expected), name
+
+
 def test_directions_share_the_primal():
     """With fixed primals, vmap over tangents gives the kernel one primal and an axis of directions."""
     tangents = [np.stack([x] * 6) for x in QKV]
