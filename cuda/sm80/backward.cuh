@@ -143,8 +143,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   constexpr int kDkvColumns = kHeadDim / (kTile.warps / kTile.dkv_warps_n);
   constexpr int kWarpDqRows = kBlockM / kTile.dq_warps_m;
   constexpr int kWarpDqColumns = kHeadDim / (kTile.warps / kTile.dq_warps_m);
-  // Steps of the summed index that have the same factor of ds, if planes.
-  constexpr int kRowSteps = kScoreRows >= 32 ? 2 : 1, kColumnSteps = kScoreColumns >= 32 ? 2 : 1;
+  // Steps of the summed index that have the same factor of ds, if it has one.
+  constexpr int kRowSteps = kPlanes && kScoreRows >= 32 ? 2 : 1;
+  constexpr int kColumnSteps = kPlanes && kScoreColumns >= 32 ? 2 : 1;
   const BackwardParams& params = arguments.params;
   const int warp = threadIdx.x / 32;
   const int score_row = warp % kTile.score_warps_m * kScoreRows;
@@ -225,11 +226,23 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   // units.
   const Sum ds_scale = kMultiplies16Bit<Arithmetic> ? 1 : arguments.logit.scale;
   decltype(auto) logit = logit_of<Arithmetic>(arguments, batch, kv_head);
+  // Of planes, ds of each warp has a factor. Here it is by the row and column in the block.
   [[maybe_unused]] float of_dq = 1;
   if constexpr (kPlanes) {
     const int exponent = PlaneScales(params, batch, kv_head).of_dq() - (kPlaneTop + 1);
     of_dq = ldexpf(arguments.logit.scale, exponent);
   }
+  auto ds_factor = [&](int row, int column) {
+    const int of_warp = row / kScoreRows + column / kScoreColumns * kTile.score_warps_m;
+    return __uint_as_float(ptx::load_shared(sDsFactor + 4 * of_warp));
+  };
+  auto of_ds = [](auto factor) {
+    if constexpr (kPlanes) {
+      return factor;
+    } else {
+      return NoFactor();
+    }
+  };
   const int64_t stats_stride = stats_length(seqlen_q);
   const int64_t stats_row = (int64_t{batch} * num_heads + first_head) * stats_stride + score_row;
   const int64_t dq_stride = int64_t{num_heads} * head_dim;
@@ -317,11 +330,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       store_accumulators<Arithmetic>(sDs, score_row, score_column, ds);
     }
     __syncthreads();
-    // Of the warp that computed this row and column of ds.
-    auto ds_factor = [&](int row, int column) {
-      const int of_warp = row / kScoreRows + column / kScoreColumns * kTile.score_warps_m;
-      return __uint_as_float(ptx::load_shared(sDsFactor + 4 * of_warp));
-    };
+    // What products with ds are to be multiplied by, for dk and for dq.
+    const auto factor_for_dk =
+        of_ds([&](int mt, int step) { return ds_factor(16 * step, dkv_row + 16 * mt); });
+    const auto factor_for_dq =
+        of_ds([&](int mt, int step) { return of_dq * ds_factor(dq_row + 16 * mt, 16 * step); });
 
     // ---- dv += p^T dout ----
     multiply_add<Arithmetic, kBlockM / kStepK<Arithmetic>, /*kLongSum=*/true, kPlanes ? 2 : 1>(
@@ -329,31 +342,18 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
         MnMajorB<Arithmetic, QTile>(sDout, dkv_column));
 
     // ---- dk += ds^T q ----
-    const MnMajorA<Arithmetic, ScoreTile, kDkvRows / 16> ds_of_keys(sDs, dkv_row);
-    const MnMajorB<Arithmetic, QTile> q_columns(sQ, dkv_column);
-    if constexpr (kPlanes) {
-      multiply_add<Arithmetic, kBlockM / 16, /*kLongSum=*/true, kRowSteps>(
-          dk, ds_of_keys, q_columns,
-          [&](int mt, int step) { return ds_factor(16 * step, dkv_row + 16 * mt); });
-    } else {
-      multiply_add<Arithmetic, kBlockM / kStepK<Arithmetic>, /*kLongSum=*/true>(dk, ds_of_keys, q_columns);
-    }
+    multiply_add<Arithmetic, kBlockM / kStepK<Arithmetic>, /*kLongSum=*/true, kRowSteps>(
+        dk, MnMajorA<Arithmetic, ScoreTile, kDkvRows / 16>(sDs, dkv_row),
+        MnMajorB<Arithmetic, QTile>(sQ, dkv_column), factor_for_dk);
 
     // ---- dq += ds k ----
     if (arguments.dq_accum) {
       Sum* gDq = gDq0 + m_start * dq_stride + int64_t{head - first_head} * head_dim;
       Sum dq[kWarpDqRows / 16][kWarpDqColumns / 8][4];
       clear(dq);
-      const KMajorA<Arithmetic, ScoreTile, kWarpDqRows / 16> ds_of_queries(sDs, dq_row);
-      const MnMajorB<Arithmetic, KvTile> k_columns(sK, dq_column);
-      if constexpr (kPlanes) {
-        multiply_add<Arithmetic, kBlockN / 16, /*kLongSum=*/true, kColumnSteps>(
-            dq, ds_of_queries, k_columns,
-            [&](int mt, int step) { return ds_factor(dq_row + 16 * mt, 16 * step); });
-        for_each_accumulator(dq, [&](int mt, int h, int nt, int c) { dq[mt][nt][2 * h + c] *= of_dq; });
-      } else {
-        multiply_add<Arithmetic, kBlockN / kStepK<Arithmetic>>(dq, ds_of_queries, k_columns);
-      }
+      multiply_add<Arithmetic, kBlockN / kStepK<Arithmetic>, /*kLongSum=*/kPlanes, kColumnSteps>(
+          dq, KMajorA<Arithmetic, ScoreTile, kWarpDqRows / 16>(sDs, dq_row),
+          MnMajorB<Arithmetic, KvTile>(sK, dq_column), factor_for_dq);
       // A branch around an addition would wait for earlier additions to leave, so whole tiles have no branch.
       auto add = [&]<bool kWhole>(std::bool_constant<kWhole>) {
 #pragma unroll
