@@ -196,7 +196,7 @@ struct BackwardParams : AttentionParams {
   // Workspace of the CUDA kernels: workspace.def has the shapes.
   float* delta;     // rowsum(dout * out) - dlse; of float64 it, lse_log2 and row_tangents are doubles
   float* lse_log2;  // lse * log2(e), made safe for exp2
-  float* dq_accum;  // sums of dq, in 16 bits or of planes, in an order that suits the kernel; null if it
+  float* dq_accum;  // sums of dq, in 16 bits or of one plane, in an order that suits the kernel; null if it
                     // needs none
   float* dk_parts;  // sums of dk and dv over parts of the query heads, likewise; null: no parts
   float* dv_parts;

@@ -25,7 +25,9 @@ inline constexpr float kSmallestSize = 0x1p-6f;  // the sum of |dout|, in units 
 inline constexpr float kSmallestFineSize = 0x1p4f;  // with two planes: each about 2^-2
 inline constexpr float kMostOfNeighbors = 0x1p20f;  // between two bounds of ds
 inline constexpr float kSmallestBound = 0x1p-30f, kLargestBound = 0x1p50f;  // of ds, unless it is 0
-inline constexpr float kLargestLse = 0x1p9f;  // up to here a last bit of a product does not make p 2
+// Up to here the error of scores and lse does not make p 2: of sums of products that are rounded to 11 bits,
+// and of those of two planes, which are the forward pass's to the bit.
+inline constexpr float kLargestLse = 0x1p9f, kLargestFineLse = 0x1p16f;
 
 // An array [B, length, K * group, columns]. An item is a row of a query head (or key head).
 struct PlaneSource {
@@ -278,8 +280,8 @@ __global__ void __launch_bounds__(kThreads) plane_rows_kernel(const __grid_const
   } else {
     fail_if(__int_as_float(largest) > kMostOfNeighbors * __int_as_float(least));
   }
-  if (fabsf(lse) < INFINITY && fabsf(lse) > kLargestLse) {
-    fail_if(bound > 0);
+  if (fabsf(lse) < INFINITY && fabsf(lse) > (kIsFine ? kLargestFineLse : kLargestLse)) {
+    fail_if(bound > 0 || size > 0);  // with v = 0 there is a dv
     sees_keys = false;  // as a bias of -1e9 for all keys of a row does it, whose p has no gradient
   }
 

@@ -121,7 +121,7 @@ struct PlaneScales {
     const int of_ds = is_backward && !is_fine ? binade(static_cast<float>(params.seqlen_kv)) : 0;
     const bool holds_rows = max(binades(kQ), max(binades(kK), binades(kV) + of_ds)) <= most_binades &&
                             (!is_fine || max(score_binades(params), value_binades(params)) <= most_binades) &&
-                            (!is_fine || !is_backward || bound_binades() <= 18);
+                            (!is_fine || !is_backward || bound_binades() <= most_of_ds(params));
     // Factors must be float32s, and with that of ds, which is less than 2^50 off.
     const int most = is_backward ? 75 : 100;
     const auto is_moderate = [&](int exponent) { return abs(exponent) <= most; };
@@ -156,7 +156,12 @@ struct PlaneScales {
     return binades_above(kV, __reduce_max_sync(0xffffffff, least));
   }
 
-  // Between the largest and the least bound of a row of ds.
+  // And between the largest and the least bound of ds of a row. A warp's rows have one factor, below which
+  // 2^40 are represented: so small rows have 18 bits where p is 1 / S, or 15 of long sequences, beside rows
+  // of which one key takes all.
+  __device__ __forceinline__ static int most_of_ds(const AttentionParams& params) {
+    return max(22 - binade(static_cast<float>(params.seqlen_kv)), 8);
+  }
   __device__ __forceinline__ int bound_binades() const {
     if (*least_bound() == 0) return 0;
     return binade(__int_as_float(*largest_bound())) - binade(__int_as_float(kInfinityBits - *least_bound()));
@@ -182,7 +187,7 @@ __device__ __forceinline__ bool planes_hold(const AttentionParams& params, int b
 inline constexpr uint32_t kNoGradientFactors = 0x7f007f00;
 
 // What the backward kernel has of each row, [B, N, stats_length(T)] of each. A row's |ds| may be many powers
-// of two below that of its head, so ds as an operand for dq has an exponent of the row.
+// of two below that of its head, so with one plane ds as an operand for dq has an exponent of the row.
 struct PlaneRows {
   float* lse_log2;      // log2(e) lse - (kPlaneTop + 1), so that p has its factor
   float* delta;         // in units of the planes

@@ -83,7 +83,8 @@ __device__ __forceinline__ int ds_exponent(const float (&ds)[kMTiles][kNTiles][4
   for_each_accumulator(ds, [&](int mt, int h, int nt, int c) {
     largest = max(largest, __float_as_int(fabsf(ds[mt][nt][2 * h + c])));
   });
-  return plane_exponent(__int_as_float(__reduce_max_sync(0xffffffff, largest)));
+  // Within powers of two whose reciprocals are normal, too.
+  return min(plane_exponent(__int_as_float(__reduce_max_sync(0xffffffff, largest))), 126);
 }
 
 }  // namespace jax_flash::cuda::sm80

@@ -454,10 +454,9 @@ __device__ __forceinline__ void multiply_add(typename Arithmetic::Sum (&acc)[kMT
 
 // acc += a b^T: rows from a_row on of a tile a, rows from b_row on of a tile b, over their kColumns columns.
 //
-// Of planes in the order of Hopper's forward kernel (issue_scores_of_planes of sm90/product.cuh), whose
-// scores are then the same to the bit: all steps of low * high, of high * low, and of high * high, which are
-// 8 large sums to cut off, not
-// 24. One loop for all three: unrolled, the compiler loads so far ahead that it spills.
+// Of planes in the order of Hopper's forward kernel (issue_scores_of_planes of sm90/product.cuh), for the
+// same bits: all steps of low * high, of high * low, and of high * high. So 8 large sums of 128 columns are
+// cut off, not 24.
 template <class Arithmetic, int kColumns, int kMTiles, int kNTiles, class ATile, class BTile>
 __device__ __forceinline__ void multiply_rows(typename Arithmetic::Sum (&acc)[kMTiles][kNTiles][4],
                                               ATile a_tile, int a_row, BTile b_tile, int b_row) {
@@ -465,7 +464,7 @@ __device__ __forceinline__ void multiply_rows(typename Arithmetic::Sum (&acc)[kM
   if constexpr (kHasTwoPlanes<Arithmetic>) {
     KMajorA<float16, typename ATile::Plane, kMTiles> a({a_tile.base + ATile::kPlaneBytes}, a_row);
     KMajorB<float16, typename BTile::Plane> b({b_tile.base}, b_row);
-#pragma unroll 1
+#pragma unroll
     for (int product = 0; product < 3; ++product) {
       multiply_add<float16, kSteps>(acc, a, b);
       if (product == 0) a.lane_base -= ATile::kPlaneBytes;

@@ -1394,7 +1394,7 @@ Status backward_by_warpgroups(const BackwardParams& params, const LaunchContext&
 template <class Arithmetic, int kHeadDim>
 Status backward(const BackwardParams& params, const LaunchContext& context) {
   if constexpr (std::is_same_v<Arithmetic, tf32x3>) {
-    return is_served_in_two_planes(params, context) ? sm80::backward<float16x3, kHeadDim>(params, context)
+    return params.planes && is_served(params, context) ? sm80::backward<float16x3, kHeadDim>(params, context)
                                                     : Status::not_served();
   } else {
     return backward_by_warpgroups<Arithmetic, kHeadDim>(params, context);

@@ -408,10 +408,17 @@ struct ForwardConsumer {
   BiasSource bias_from;  // of this warp's rows; only where every bias is staged
   typename Config::OtherHalf other_half = shared.other_half(uniform(threadIdx.x / 32) - 4);
 
+  // Is the mask of a block read while the one before is softened? In the loop for masks alone, where
+  // registers are left.
+  static constexpr bool kReadsMaskAhead = kPolicy.mask == Presence::kAlways && kHeadDim <= 128 && !kIsFine;
+
   // What depends on the single pair, of the block whose scores are being formed. General form only.
   struct {
     ListEntry entry;
     PairBits<kBlockN / 8> visible[1];
+    // Read ahead, if kReadsMaskAhead: of the next block, and the entry of the one after it.
+    ListEntry next_entry, entry_after;
+    MaskWords<kBlockN / 8> next_words;
   } block;
 
   __device__ __forceinline__ ForwardConsumer(const ForwardArguments& arguments, ForwardShared<Config> shared,
@@ -564,9 +571,26 @@ struct ForwardConsumer {
     }
   }
 
+  // Begins to read the mask of block n, the first of a tile or the one after the last that was begun.
+  __device__ __forceinline__ void read_mask_ahead(int n, bool is_first = false) {
+    if constexpr (kReadsMaskAhead) {
+      block.next_entry = is_first ? tile().keys.entry(n) : block.entry_after;
+      if (n > blocks.begin) block.entry_after = tile().keys.entry(n - 1);
+      if (!block.next_entry.is_whole(consumer)) {
+        load_mask_words(block.next_words, pairs(), row0(), kBlockN * block.next_entry.unit());
+      }
+    }
+  }
+
   // Reads what depends on the single pair of block n, while its scores are formed.
   __device__ __forceinline__ void prepare_pairs(int n) {
-    if constexpr (kPolicy.may_have_mask()) {
+    if constexpr (kReadsMaskAhead) {
+      block.entry = block.next_entry;
+      if (!block.entry.is_whole(consumer)) {
+        block.visible[0] = mask_bits(block.next_words, pairs(), first_key(n));
+        clear_other_segments(block.visible[0], pairs(), row0(), first_key(n));
+      }
+    } else if constexpr (kPolicy.may_have_mask()) {
       block.entry = is_listed() ? tile().keys.entry(n) : ListEntry::whole(n);
       if (!block.entry.is_whole(consumer)) load_visible(block.visible, pairs(), row0(), first_key(n));
     }
@@ -592,6 +616,7 @@ struct ForwardConsumer {
     }
     if constexpr (kPolicy.may_have_mask()) {
       if (!block.entry.is_whole(consumer)) fill_unset(scores, block.visible, -INFINITY);
+      if (n > blocks.begin) read_mask_ahead(n - 1);
     }
     if constexpr (kMasked) hide(scores, n);
     const bool moved = softmax.raise_maximum(scores, logit.scale_log2, factor);
@@ -652,6 +677,7 @@ struct ForwardConsumer {
     ping_pong_wait();
     issue_scores(scores, sK);
     ping_pong_arrive();
+    read_mask_ahead(blocks.end - 1, /*is_first=*/true);
     prepare_pairs(blocks.end - 1);
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(scores[0]);
@@ -805,6 +831,7 @@ struct ForwardConsumer {
   // After products_overlapped, when out has left its registers.
   __device__ __forceinline__ void first_probabilities(float (&scores)[1][Config::kBlockN / 8][4]) {
     begin_rows();
+    read_mask_ahead(blocks.end - 1, /*is_first=*/true);
     prepare_pairs(blocks.end - 1);
     soften</*kMasked=*/true>(scores, blocks.end - 1);
     keep_probabilities(scores, blocks.end - 1);

@@ -63,11 +63,6 @@ inline bool is_served(const AttentionParams& params, const LaunchContext& contex
   return true;
 }
 
-// Those of two planes.
-inline bool is_served_in_two_planes(const AttentionParams& params, const LaunchContext& context) {
-  return params.planes && params.planes.count == 2 && is_served(params, context);
-}
-
 // Boxes of `box_rows` rows and kColumns columns, a chunk's, of one head of a dense [batch, seqlen, num_heads,
 // head_dim]. Coordinates are (column, head, row, batch). False if the driver refuses.
 template <class Element, int kColumns = kChunkColumns>
