@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from . import _derivatives
+from . import _derivatives, _kernel_choice
 from ._operands import DIFFERENTIABLE
 
 
@@ -26,13 +26,14 @@ def attention(query, key, value, operands, options, *, forward_mode: bool, with_
 
 
 def _in_planes(query, operands, options, *, is_differentiated=True):
-    """The options with which exact float32 products may be of planes: where all that follows has kernels for them.
+    """The options with which exact float32 products may be of planes: where all that follows recomputes their scores.
 
-    The kernels for the gradient of a bias do not. Nor do those for second derivatives, see `_derivatives.py`.
+    The gradient of a bias does not. Nor do second derivatives: see `_derivatives.py`.
     """
     has_bias = is_differentiated and not operands.keys().isdisjoint(("bias", "alibi_slopes"))
-    may_differ = query.dtype == jnp.float32 and options.precision > 0 and not has_bias
-    return dataclasses.replace(options, in_planes=True) if may_differ else options
+    is_exact = query.dtype == jnp.float32 and options.precision > 0
+    in_planes = is_exact and not has_bias and _kernel_choice.has_hopper()
+    return dataclasses.replace(options, in_planes=True) if in_planes else options
 
 
 # Inside a jit, the gradient of an eager call is one program, too, and XLA drops passes whose results nobody uses.

@@ -152,9 +152,13 @@ def num_head_parts(q, k, v, is_causal: bool) -> int:
 
 def _hopper_head_dim(direction: str, q, v, arithmetic: str | None = None) -> int:
     """The head dim of Hopper's kernel that is certain to run; 0 if none is."""
+    return hopper_head_dim(direction, q.dtype, (q.shape[-1], v.shape[-1]), arithmetic) if has_hopper() else 0
+
+
+def has_hopper() -> bool:
+    """Whether this process has GPUs, and all of them are Hopper's."""
     gpus = _ffi.local_gpus()
-    is_hopper = gpus and all(gpu.compute_capability == "9.0" for gpu in gpus)
-    return hopper_head_dim(direction, q.dtype, (q.shape[-1], v.shape[-1]), arithmetic) if is_hopper else 0
+    return bool(gpus) and all(gpu.compute_capability == "9.0" for gpu in gpus)
 
 
 def hopper_head_dim(direction: str, dtype, head_dims: tuple[int, int], arithmetic: str | None = None) -> int:

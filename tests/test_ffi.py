@@ -21,7 +21,6 @@ OPTIONS = dict(
     dropout_rate=np.float64(0.0),
     precision=np.int64(2),
     deterministic=np.bool_(True),
-    differentiated=np.bool_(True),
     operands="",
 )
 FORWARD = ["q", "k", "v"], ["out", "lse"]
