@@ -1395,7 +1395,7 @@ template <class Arithmetic, int kHeadDim>
 Status backward(const BackwardParams& params, const LaunchContext& context) {
   if constexpr (std::is_same_v<Arithmetic, tf32x3>) {
     return params.planes && is_served(params, context) ? sm80::backward<float16x3, kHeadDim>(params, context)
-                                                    : Status::not_served();
+                                                       : Status::not_served();
   } else {
     return backward_by_warpgroups<Arithmetic, kHeadDim>(params, context);
   }

@@ -463,8 +463,9 @@ Status backward_dq_by_warpgroups(const BackwardParams& params, const LaunchConte
 template <class Arithmetic, int kHeadDim>
 Status backward_dq(const BackwardParams& params, const LaunchContext& context) {
   if constexpr (std::is_same_v<Arithmetic, tf32x3>) {
-    return params.planes && is_served(params, context) ? sm80::backward_dq<float16x3, kHeadDim>(params, context)
-                                                    : Status::not_served();
+    return params.planes && is_served(params, context)
+               ? sm80::backward_dq<float16x3, kHeadDim>(params, context)
+               : Status::not_served();
   } else {
     return backward_dq_by_warpgroups<Arithmetic, kHeadDim>(params, context);
   }
