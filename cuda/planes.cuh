@@ -9,7 +9,8 @@
 //
 //   q, k, v, dout   2^exponent each, by their largest magnitude
 //   p               2^kHeadroom relative to the row's maximum (softmax.cuh) forward, kPlaneTop + 1 backward
-//   ds              for dq a factor for each query (PlaneRows); for dk one for each block of queries
+//   ds              one plane: for dq a factor for each query (PlaneRows); for dk one for each block of
+//   queries
 //
 // At "high" and "highest" there are two planes of each array, and p and ds have two parts: float32 rounded to
 // float16, and what remains, rounded again. Together they have 22 bits; three products are summed. There ds
@@ -156,9 +157,9 @@ struct PlaneScales {
     return binades_above(kV, __reduce_max_sync(0xffffffff, least));
   }
 
-  // And between the largest and the least bound of ds of a row. A warp's rows have one factor, below which
-  // 2^40 are represented: so small rows have 18 bits where p is 1 / S, or 15 of long sequences, beside rows
-  // of which one key takes all.
+  // How many may lie between the largest and the least bound of ds of a row. A warp's rows share a factor,
+  // and two parts reach 2^-40 of the largest ds. So a row whose p are all 1 / S keeps 18 bits (15 of long
+  // sequences) beside one of which a single key takes all.
   __device__ __forceinline__ static int most_of_ds(const AttentionParams& params) {
     return max(22 - binade(static_cast<float>(params.seqlen_kv)), 8);
   }
