@@ -9,12 +9,12 @@
 //
 //   q, k, v, dout   2^exponent each, by their largest magnitude
 //   p               2^kHeadroom relative to the row's maximum (softmax.cuh) forward, kPlaneTop + 1 backward
-//   ds              one plane: for dq a factor for each query (PlaneRows); for dk one for each block of
-//   queries
+//   ds              for dq a factor for each query (PlaneRows), for dk one for each block of queries; with
+//                   two planes below
 //
 // At "high" and "highest" there are two planes of each array, and p and ds have two parts: float32 rounded to
 // float16, and what remains, rounded again. Together they have 22 bits; three products are summed. There ds
-// has a factor of each warp's part of a block, by its largest magnitude.
+// has one factor in each warp's part of a block, by its largest magnitude.
 //
 // Where the rows of a key head differ by too many powers of two, or a number is not finite, planes do not
 // hold it (PlaneScales::hold), and the portable kernels, launched behind, compute this key head.
