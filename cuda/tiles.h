@@ -69,7 +69,8 @@ struct BackwardTile {
   int blocks_per_sm;  // sets the register budget
 };
 
-// The more keys a block keeps, the fewer additions to dq in global memory, at 4 bytes per element.
+// The more keys a block keeps, the fewer additions to dq in global memory, at 4 bytes per element. Two planes
+// take as many bytes as float32.
 constexpr BackwardTile backward_tile(int element_bytes, int head_dim) {
   if (element_bytes == 2) {
     if (head_dim <= 64) return {128, 128, 8, 4, 4, 4, 1};  // 128 KB, 160 KB with two stages
@@ -95,12 +96,6 @@ constexpr BackwardTile compact_backward_tile(int element_bytes, int head_dim) {
   }
   if (element_bytes == 8) return {32, 32, 4, 2, 1, 2, head_dim <= 64 ? 2 : 1};  // 80, 144 KB
   return {32, 32, 4, 2, 1, 2, 1};                                               // 72 KB
-}
-
-// Of two planes, which take as many bytes as float32, on Hopper.
-constexpr BackwardTile fine_backward_tile(int head_dim) {
-  if (head_dim <= 64) return {64, 64, 4, 2, 2, 2, 2};  // 96 KB
-  return {32, 64, 4, 2, 2, 1, 2};                      // 112 KB
 }
 
 struct BackwardDqTile {

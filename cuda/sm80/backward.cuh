@@ -471,8 +471,7 @@ Status launch_backward_tile(const BackwardParams& params, const LaunchContext& c
 template <class Arithmetic, int kHeadDim>
 Status backward(const BackwardParams& params, const LaunchContext& context) {
   constexpr int kElementBytes = sizeof(typename Arithmetic::Element);
-  constexpr BackwardTile kTile =
-      kHasTwoPlanes<Arithmetic> ? fine_backward_tile(kHeadDim) : backward_tile(kElementBytes, kHeadDim);
+  constexpr BackwardTile kTile = backward_tile(kElementBytes, kHeadDim);
   const Status status = launch_backward_tile<Arithmetic, kHeadDim, kTile>(params, context);
   if constexpr (!kHasTwoPlanes<Arithmetic> && has_compact_backward_tile(kElementBytes, kHeadDim)) {
     if (!status.is_served()) {

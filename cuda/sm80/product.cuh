@@ -227,6 +227,14 @@ struct PlanePair {
   }
 };
 
+// Calls f(i, pair) for each register i of an operand a of 16 bits: pair[0] and pair[1] are two columns of
+// `step`.
+template <int kNTiles, class F>
+__device__ __forceinline__ void for_each_pair(const float (&row_tile)[kNTiles][4], int step, F f) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) f(i, &row_tile[2 * step + i / 2][2 * (i % 2)]);
+}
+
 // a = the accumulators of another product. An instruction sums over columns that a lane already holds, so
 // nothing moves between lanes. 16-bit operands are rounded at once, which halves the registers.
 template <class Arithmetic, int kMTiles, int kNTiles>
@@ -240,15 +248,19 @@ struct RegisterA {
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if constexpr (kIs16Bit<Arithmetic>) {
-            const float* pair = &accumulators[mt][2 * step + i / 2][2 * (i % 2)];
+        if constexpr (kIs16Bit<Arithmetic>) {
+          for_each_pair(accumulators[mt], step, [&](int i, const float* pair) {
             value[step][mt][i] = pack<Arithmetic>(pair[0], pair[1]);
-          } else if constexpr (kIs64Bit<Arithmetic>) {
-            value[step][mt][i] = accumulators[mt][step][i / 2 + 2 * (i % 2)];
-          } else {
-            value[step][mt][i] = __float_as_uint(accumulators[mt][step][i / 2 + 2 * (i % 2)]);
+          });
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const Sum x = accumulators[mt][step][i / 2 + 2 * (i % 2)];
+            if constexpr (kIs64Bit<Arithmetic>) {
+              value[step][mt][i] = x;
+            } else {
+              value[step][mt][i] = __float_as_uint(x);
+            }
           }
         }
       }
@@ -281,13 +293,11 @@ struct RegisterA<float16x3, kMTiles, kNTiles> {
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int mt = 0; mt < kMTiles; ++mt) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* pair = &accumulators[mt][2 * step + i / 2][2 * (i % 2)];
+        for_each_pair(accumulators[mt], step, [&](int i, const float* pair) {
           const PlanePair planes(factor * pair[0], factor * pair[1]);
           value[step][mt].high[i] = planes.high;
           value[step][mt].low[i] = planes.low;
-        }
+        });
       }
     }
   }
