@@ -173,8 +173,7 @@ class Call {
                  .logits_soft_cap = Chance(4) ? 2.0 : 0.0,
                  .dropout_rate = Chance(4) ? 0.25 : 0.0,
                  .precision = 0,
-                 .deterministic = true,
-                 .differentiated = true};
+                 .deterministic = true};
     const int64_t b = p.batch, n = p.num_heads, t = p.seqlen_q, s = p.seqlen_kv, k = p.num_kv_heads;
     p.q = arrays_.Normal(p.dtype, b * t * n * p.head_dim);
     p.k = arrays_.Normal(p.dtype, b * s * k * p.head_dim);
