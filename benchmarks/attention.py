@@ -23,7 +23,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import os
 import pathlib
 import sys
@@ -129,18 +128,12 @@ def option_shapes(plain: Shape, num_packed: int) -> Iterator[Shape]:
     yield dataclasses.replace(plain, option=DROPOUT)
     for causal in (False, True):
         yield dataclasses.replace(plain, option=ALIBI, is_causal=causal)
-    lengths = random_lengths(num_packed, count=16)
+    lengths = measure.random_lengths(num_packed, count=16)
     longest = -(-max(lengths) // 128) * 128
     for causal in (False, True):
         packed = dataclasses.replace(plain, is_causal=causal, lengths=lengths)
         yield dataclasses.replace(packed, option=PACKED, batch=1, seq_len=num_packed)
         yield dataclasses.replace(packed, option=RAGGED, batch=len(lengths), seq_len=longest)
-
-
-def random_lengths(total: int, count: int) -> tuple[int, ...]:
-    """Lengths of the parts of a row cut at random places; the same lengths at every call."""
-    cuts = np.sort(np.random.default_rng(0).choice(total - 1, count - 1, replace=False)) + 1
-    return tuple(np.diff([0, *cuts, total]).tolist())
 
 
 def memory_shapes(on_gpu: bool) -> Iterator[Shape]:
@@ -558,9 +551,7 @@ def failures(cells: Sequence[measure.Json]) -> list[str]:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--platform", choices=("gpu", "cpu"), help="default: gpu if there is one")
     parser.add_argument("--only", choices=DIRECTIONS, help="one direction")
     parser.add_argument(
@@ -575,9 +566,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", help="comma-separated list from cudnn,xla; '' for none")
     parser.add_argument("--quick", action="store_true", help="one shape for each section, shorter slices")
     parser.add_argument("--rounds", type=int, help="timed slices of each program; 2 on a GPU, 3 on a CPU")
-    parser.add_argument("--warmup-ms", type=float, default=100, help="untimed calls before each slice")
-    parser.add_argument("--slice-ms", type=float, default=150, help="timed calls of each slice")
-    parser.add_argument("--minutes", type=float, default=11, help="shapes not started by then are skipped")
+    parser.add_argument("--warmup-ms", type=float, default=100, help="untimed calls before each slice (100)")
+    parser.add_argument("--slice-ms", type=float, default=150, help="timed calls of each slice (150)")
+    parser.add_argument(
+        "--minutes", type=float, default=11, help="shapes not begun by then are left out (11)"
+    )
     parser.add_argument(
         "--output", type=pathlib.Path, help="JSON file; for a full sweep results/<device>.json"
     )
@@ -617,14 +610,11 @@ class Report:
         }
 
     def save(self) -> None:
-        if self.output is None:
-            return
         seconds = round(time.monotonic() - self.start, 1)
         figures = self.extra | {
             "seconds": seconds, "left_out": self.left_out, "cells": self.cells, "memory": self.memory,
         }  # fmt: skip
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        self.output.write_text(json.dumps(figures, indent=1) + "\n")
+        measure.save(figures, self.output)
 
     def wrong(self) -> list[measure.Json]:
         """The cells in which jax_flash failed or was not close to the reference."""

@@ -91,7 +91,7 @@ def cases(num_devices: int, divisor: int) -> list[Case]:
 
     def packed(num_kv_heads: int, **options: Any) -> model.Attention:
         length = 65_536 * num_devices
-        segments = random_lengths(length // divisor, 16 * num_devices)
+        segments = measure.random_lengths(length // divisor, 16 * num_devices)
         return attention(1, length, 48, num_kv_heads, segments=segments, **options)
 
     def under_jit(name: str, attention: model.Attention, least: float) -> Case:
@@ -117,12 +117,6 @@ def cases(num_devices: int, divisor: int) -> list[Case]:
         under_jit("full", full, 1.9),
         Case("full_ring", "ring, contiguous", full, 1.9),
     ]
-
-
-def random_lengths(total: int, count: int) -> tuple[int, ...]:
-    """Lengths of the parts of a row cut at random places; the same lengths at every call."""
-    cuts = np.sort(np.random.default_rng(0).choice(total - 1, min(count, total) - 1, replace=False)) + 1
-    return tuple(np.diff([0, *cuts, total]).tolist())
 
 
 # ---- One case ---------------------------------------------------------------------------------------------
@@ -350,9 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(table_row(rows[-1]), flush=True)
         except Exception as error:  # a failing case must not stop the others
             left_out.append(f"{case.name}: {measure.reason(error)}")
-        if output is not None:  # after each case, so an interrupted run loses at most one
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps(report, indent=1) + "\n")
+        measure.save(report, output)  # after each case, so an interrupted run loses at most one
 
     wrong = [f"left out: {line}" for line in left_out] + shortcomings(rows, len(devices) if on_gpu else 0)
     print("\n" + "\n".join([*wrong, f"{len(rows)} cases"]), flush=True)

@@ -4,6 +4,7 @@ import contextlib
 import datetime as dt
 import functools
 import importlib.metadata
+import json
 import math
 import os
 import pathlib
@@ -84,6 +85,15 @@ def reason(error: Exception) -> str:
     """The beginning of an error message, in one line."""
     text = " ".join(str(error).split()) or "no message"
     return f"{type(error).__name__}: {text}"[:240]
+
+
+# ---- Inputs -----------------------------------------------------------------------------------------------
+
+
+def random_lengths(total: int, count: int) -> tuple[int, ...]:
+    """Lengths of the parts of a row cut at random places; the same lengths at every call."""
+    cuts = np.sort(np.random.default_rng(0).choice(total - 1, min(count, total) - 1, replace=False)) + 1
+    return tuple(np.diff([0, *cuts, total]).tolist())
 
 
 # ---- Memory -----------------------------------------------------------------------------------------------
@@ -215,7 +225,14 @@ def tolerance(dtype: str, precision: str | None, seqlen_kv: int) -> tuple[str, f
     return "relative", {"bfloat16": 8e-3, "float16": 1.5e-3, "float32": 1.5e-3}[dtype]
 
 
-# ---- Machine ----------------------------------------------------------------------------------------------
+# ---- Machine and results ----------------------------------------------------------------------------------
+
+
+def save(figures: Json, output: pathlib.Path | None) -> None:
+    """Writes a result file; does nothing without one."""
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def environment() -> Json:

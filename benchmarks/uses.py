@@ -574,13 +574,8 @@ class Report:
         return time.monotonic() - self.start
 
     def save(self) -> None:
-        if self.output is None:
-            return
-        report = self.facts | {
-            "seconds": round(self.seconds, 1), "left_out": self.left_out, "uses": self.rows,
-        }  # fmt: skip
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        self.output.write_text(json.dumps(report, indent=1) + "\n")
+        figures = {"seconds": round(self.seconds, 1), "left_out": self.left_out, "uses": self.rows}
+        measure.save(self.facts | figures, self.output)
 
     def summary(self) -> str:
         """Every reason for a missing figure, and the figures below 1."""

@@ -1,9 +1,9 @@
 // float32 as scaled float16, for Hopper's kernels: a plane.
 //
 // TF32 and float16 have significands of 11 bits. Multiplied by a power of two, so that the largest magnitude
-// of a head is at least 2^14, float32 rounded to float16 is as exact as in TF32, unless it is less than 2^-28
-// of that: below, the error is what it is there. Tensor cores multiply float16 at twice the rate of TF32, of
-// half of the bytes, and can transpose either operand.
+// of a head is at least 2^14, float32 rounded to float16 is as exact as in TF32 down to 2^-28 of that;
+// smaller numbers have the absolute error of one of that size. Tensor cores multiply float16 at twice the
+// rate of TF32, of half of the bytes, and can transpose either operand.
 //
 // Exponents are those of a key head: its query heads have the same, because dk and dv are summed over them.
 //
@@ -123,7 +123,7 @@ struct PlaneScales {
     const bool holds_rows = max(binades(kQ), max(binades(kK), binades(kV) + of_ds)) <= most_binades &&
                             (!is_fine || max(score_binades(params), value_binades(params)) <= most_binades) &&
                             (!is_fine || !is_backward || bound_binades() <= most_of_ds(params));
-    // Factors must be float32s, and with that of ds, which is less than 2^50 off.
+    // Factors must be normal float32 numbers, also times that of ds, which lies within 2^-50 and 2^50.
     const int most = is_backward ? 75 : 100;
     const auto is_moderate = [&](int exponent) { return abs(exponent) <= most; };
     const bool holds_results = is_backward ? is_moderate(of_dp()) && is_moderate(of_dq()) &&

@@ -43,9 +43,7 @@ def check_qkv(
     query: Any, key: Any, value: Any, *, is_paged: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Checks query, key and value, or pages of keys and values, against each other; returns them as JAX arrays."""
-    query, key, value = as_array("query", query), as_array("key", key), as_array("value", value)
-    if query.dtype not in _DTYPES:
-        raise TypeError(f"query must be float16, bfloat16, float32 or float64, got {query.dtype}.")
+    query, key, value = _floating("query", query), as_array("key", key), as_array("value", value)
     if query.ndim not in (3, 4):
         raise ValueError(f"query must have shape [B, T, N, H] or [T, N, H], got {_shape(query)}.")
     for name, x in (("key", key), ("value", value)):
@@ -149,9 +147,7 @@ def check_bias(bias: Any, scores: tuple[int, ...]) -> jax.Array | Alibi | None:
         return None
     if isinstance(bias, Alibi):
         return Alibi(check_per_head("the slopes of bias", bias.slopes, scores[-3]))
-    bias = as_array("bias", bias)
-    if bias.dtype not in _DTYPES:
-        raise TypeError(f"bias must be float16, bfloat16, float32 or float64, got {bias.dtype}.")
+    bias = _floating("bias", bias)
     _check_broadcastable("bias", bias, scores)
     return bias
 
@@ -225,9 +221,9 @@ def check_cuda(
     _ffi.check_gpu_kernels()
     if dtype == jnp.float64 and not any(" float64 " in name for name in _ffi.build_info()["kernels"]):
         raise NotImplementedError(
-            "This build of jax_flash has no CUDA kernels for float64. Install it again with "
-            "`pip install --force-reinstall --no-cache-dir -C cmake.define.JAX_FLASH_FLOAT64=ON`, with the head dim "
-            '64 or 128 if you also pass JAX_FLASH_HEAD_DIMS, or pass implementation="xla".'
+            "This build of jax_flash has no CUDA kernels for float64. In a checkout, run "
+            f"{_ffi.install_command('JAX_FLASH_FLOAT64=ON')}, with the head dim 64 or 128 if you also pass "
+            'JAX_FLASH_HEAD_DIMS, or pass implementation="xla".'
         )
     if head_dim > _MAX_PORTABLE_HEAD_DIM:
         _check_wide_heads(head_dims, page_size)
@@ -245,7 +241,7 @@ def check_cuda(
 def _check_wide_heads(head_dims: tuple[int, int], page_size: int | None) -> None:
     over = f"Head dims over {_MAX_PORTABLE_HEAD_DIM}"
     for device in _ffi.local_gpus():
-        if device.compute_capability != "9.0":
+        if not _kernel_choice.is_hopper(device):
             raise NotImplementedError(
                 f"{over} need a GPU of compute capability 9.0 (H100, H200), got {max(head_dims)} on "
                 f"{device.device_kind} ({device.compute_capability}). {_USE_XLA}"
@@ -267,7 +263,7 @@ def _check_is_compiled(direction: str, dtype: np.dtype, head_dims: tuple[int, in
     """Refuses head dims that a build for others, by JAX_FLASH_HEAD_DIMS or JAX_FLASH_CUDA_ARCHS, has no kernel for."""
     head_dim = max(head_dims)
     # Hopper's float32 kernels are beside portable ones, which serve what they do not.
-    is_hopper = dtype.itemsize == 2 and all(gpu.compute_capability == "9.0" for gpu in _ffi.local_gpus())
+    is_hopper = dtype.itemsize == 2 and all(map(_kernel_choice.is_hopper, _ffi.local_gpus()))
     if _kernel_choice.kernel_head_dim(f"{direction} sm80", dtype, head_dim) or (
         is_hopper and _kernel_choice.hopper_head_dim(direction, dtype, head_dims)
     ):
@@ -306,6 +302,13 @@ def as_array(name: str, x: Any) -> jax.Array:
     return jnp.asarray(x)
 
 
+def _floating(name: str, x: Any) -> jax.Array:
+    x = as_array(name, x)
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}.")
+    return x
+
+
 def _int32(name: str, value: Any) -> int:
     number = static_int(name, value)
     if not _INT32.min <= number <= _INT32.max:
@@ -334,9 +337,7 @@ def _int32_per_batch(name: str, x: Any, batch: int | None, *, allow_scalar: bool
 
 
 def check_per_head(name: str, x: Any, num_heads: int) -> jax.Array:
-    x = as_array(name, x)
-    if x.dtype not in _DTYPES:
-        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}.")
+    x = _floating(name, x)
     if x.shape != (num_heads,):
         raise ValueError(f"{name} must have shape [N] = [{num_heads}], got {_shape(x)}.")
     return x

@@ -33,6 +33,11 @@ def ffi_targets() -> tuple[str, ...]:
     return tuple(sorted({name for targets in _library.registrations().values() for name in targets}))
 
 
+def install_command(option: str) -> str:
+    """The command that builds and installs the package again with an option, and leaves its dependencies alone."""
+    return f"`pip install --force-reinstall --no-deps --no-cache-dir -C cmake.define.{option} .`"
+
+
 def local_gpus() -> list[jax.Device]:
     """This process's NVIDIA GPUs; none on a machine without one, where a call may still be lowered for a GPU."""
     try:
@@ -50,8 +55,7 @@ def check_gpu_kernels() -> None:
     if _CUDA_PLATFORM not in _library.registrations():
         raise NotImplementedError(
             "This build of jax_flash has no CUDA kernels, as it was installed without an NVIDIA driver and an nvcc. "
-            "Install it again with `pip install --force-reinstall --no-cache-dir -C cmake.define.JAX_FLASH_CUDA=ON`, "
-            'or pass implementation="xla".'
+            f'In a checkout, run {install_command("JAX_FLASH_CUDA=ON")}, or pass implementation="xla".'
         )
     oldest_built = min(int(re.match(r"\d+", arch)[0]) for arch in _library.build_info()["archs"].split(";"))
     for device in local_gpus():
@@ -85,8 +89,8 @@ def _check_ffi_version() -> None:
         raise ImportError(
             f"jax_flash was built for XLA FFI {built[0]}.{built[1]} (jaxlib {info['jaxlib']}), but the installed "
             f"jaxlib {jaxlib.__version__} has XLA FFI {runtime[0]}.{runtime[1]}. Upgrade jax and jaxlib to at least "
-            f"{info['jaxlib']}, or reinstall jax_flash beside the jaxlib that you want to use: "
-            "`pip install --force-reinstall --no-cache-dir --no-build-isolation`."
+            f"{info['jaxlib']}, or build jax_flash for the installed one: in a checkout, run "
+            f"{install_command(f'JAX_FLASH_JAXLIB_INCLUDE={jax.ffi.include_dir()}')}."
         )
 
 

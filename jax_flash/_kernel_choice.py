@@ -5,6 +5,7 @@ The library takes any answer: a wrong one costs time or memory.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from . import _ffi, _library
@@ -158,7 +159,12 @@ def _hopper_head_dim(direction: str, q, v, arithmetic: str | None = None) -> int
 def has_hopper() -> bool:
     """Whether this process has GPUs, and all of them are Hopper's."""
     gpus = _ffi.local_gpus()
-    return bool(gpus) and all(gpu.compute_capability == "9.0" for gpu in gpus)
+    return bool(gpus) and all(map(is_hopper, gpus))
+
+
+def is_hopper(gpu: jax.Device) -> bool:
+    """Whether a GPU runs Hopper's kernels."""
+    return gpu.compute_capability == "9.0"
 
 
 def hopper_head_dim(direction: str, dtype, head_dims: tuple[int, int], arithmetic: str | None = None) -> int:

@@ -170,8 +170,8 @@ class _Plan:
         *batch, heads = (own or other for own, other in zip((*batch, heads), free, strict=True))
         mesh_axes = {f"b{i}": axes for i, axes in enumerate(batch)} | {"t": rows, "n": heads}
         if sharded.whole_mesh and sum(size > 1 for size in mesh.shape.values()) > 1:
-            # Beside manual axes XLA does not say which of several axes partition an array: those named here may be
-            # others of the same sizes. So a device neither asks for its place along them nor adds up parts of others.
+            # Beside manual axes XLA may name other axes of the same sizes. So a device neither asks for its place along
+            # them nor adds up parts of other devices.
             of_results = map(_by_query_head, sharded.result_axes.values())
             summed_over = {axis for axes in of_results for axis in mesh_axes if axis not in axes}
             mesh_axes |= dict.fromkeys(summed_over | {"t"})

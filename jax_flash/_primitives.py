@@ -258,7 +258,7 @@ def _lower_cuda(call: Pass, ctx, *args, **params):
     _checks.check_cuda(q.dtype, head_dims, is_gradient=call is BACKWARD, page_size=page_size)
     results = _lower_ffi(call, ctx, args, _workspace_avals(call, ctx.avals_in, **params), **params)
     # XLA may run the kernel twice if a scan stacks a result that the layer also uses, once straight into the stack (its
-    # dynamic-slice fusion, seen with jax 0.11). It does not do so across a barrier.
+    # dynamic-slice fusion). It does not do so across a barrier.
     return list(stablehlo.OptimizationBarrierOp(results).results)
 
 

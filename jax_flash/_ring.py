@@ -282,9 +282,9 @@ class _Ring:
     q_length: int  # of a chunk
     kv_length: int
     steps: tuple[_Step, ...]
-    # The layout is "zigzag", but only causal decides what a query sees, and chunks are whole shards. Of its own keys a
-    # device then sees what causal says. All its queries see the first half of the keys of a device before it, and the
-    # second half of them sees all keys of a device behind it.
+    # Whether each step is one call: zigzag, with causality the only option that depends on positions. The call for own
+    # keys is causal. All queries see the first half of the keys of a device before; the second half of them sees all
+    # keys of a device behind.
     by_halves: bool
 
     @classmethod

@@ -15,6 +15,7 @@ import types
 import zipfile
 import zlib
 
+import jax
 import pytest
 from harness import LIBRARY
 
@@ -105,7 +106,8 @@ def test_library_of_another_ffi_is_refused(runtime, is_accepted, monkeypatch):
     if is_accepted:
         _ffi._check_ffi_version()
     else:
-        with pytest.raises(ImportError, match="jax_flash was built for XLA FFI"):
+        command = rf"`pip install .*--no-deps .*={re.escape(jax.ffi.include_dir())} \.`"
+        with pytest.raises(ImportError, match=f"jax_flash was built for XLA FFI.*{command}"):
             _ffi._check_ffi_version()
 
 

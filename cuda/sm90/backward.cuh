@@ -226,7 +226,7 @@ struct BackwardConfig {
                 "where two consumers divide columns of dk and dv, they must get whole chunks");
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
   // Is dout v^T issued only when the scores are transformed? Until then it needs no registers.
-  static constexpr bool kTakesTurns = kPolicy.is_general() && kColumns + kColumnsV > 256;
+  static constexpr bool kIssuesDsLate = kPolicy.is_general() && kColumns + kColumnsV > 256;
   // Do a mask alone and a staged bias alone have loops of their own? Above 128 columns they gained nothing;
   // with planes of 128 columns, which have two operands of ds, they would keep 40 values in memory.
   static constexpr bool kHasLoops = kPolicy.may_stage_bias() && !(kPlanes && kColumns + kColumnsV == 256);
@@ -775,7 +775,7 @@ struct BackwardConsumer {
       issue_scores<Config::kHeadDimV>(ds, uniform(shared.sV(kv_ring.stage, key_row())),
                                       uniform(sDout + query_row() * Config::kRowBytes));
     };
-    if (!Config::kTakesTurns) issue_ds();
+    if (!Config::kIssuesDsLate) issue_ds();
 
     // ---- p = exp(q k^T - lse), ds = p * (dout v^T - delta) ----
     Operand p, ds_operand;
@@ -943,12 +943,12 @@ struct BackwardConsumer {
     if constexpr (kPolicy.others) {
       if (pairs.has_dropout()) draw_kept(kept, pairs, row0, column0);
     }
-    ptx::wgmma_wait<Config::kTakesTurns ? 0 : 1>();
+    ptx::wgmma_wait<Config::kIssuesDsLate ? 0 : 1>();
     ptx::keep_in_place(scores[0]);
     other_half.add_to(scores[0]);
     take_bias(work, pairs, next_m_start, scores);
     transform_scores(scores[0], pairs, has_staged_bias(), logit, row0, column0);
-    if (Config::kTakesTurns) issue_ds();
+    if (Config::kIssuesDsLate) issue_ds();
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(ds[0]);
     other_half.add_to(ds[0]);
