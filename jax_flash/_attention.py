@@ -208,6 +208,7 @@ def normal_form(
         scale = 2.0 ** round(math.log2(1 / math.sqrt(head_dim)))
         scale_factor = scale_factor / scale
     options = AttentionOptions.resolve(head_dim, scale=scale, **static)
+    _checks.check_scale(options.scale, query.dtype)
 
     query_seq_lengths = _checks.check_lengths("query_seq_lengths", query_seq_lengths, batch)
     key_value_seq_lengths = _checks.check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)

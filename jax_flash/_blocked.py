@@ -365,8 +365,8 @@ def _sum_over_blocks(
     def block(i: jax.Array, j: jax.Array) -> _Block:
         # The last block reaches back into the one before it.
         ends = arrays["q"].shape[-3] - num_rows, arrays["k"].shape[-3] - num_columns
-        row = jnp.minimum(i * num_rows, ends[0]) + jnp.arange(num_rows)[:, None]
-        column = jnp.minimum(j * num_columns, ends[1]) + jnp.arange(num_columns)
+        row = jnp.minimum(i * num_rows, ends[0]) + jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+        column = jnp.minimum(j * num_columns, ends[1]) + jnp.arange(num_columns, dtype=jnp.int32)
         is_new = (row >= i * num_rows) & (column >= j * num_columns) & (row < seqlen_q) & (column < seqlen_kv)
         return _Block(arrays, options, row, column, is_new)
 
@@ -383,9 +383,10 @@ def _sum_over_blocks(
         sums = dict(sums)
         for name, part in directed_parts(this).items():
             axes = results[name]
-            start = [0] * (part.ndim - len(axes))
+            zero = jnp.int32(0)
+            start = [zero] * (part.ndim - len(axes))
             start += [
-                starts[axis] if axis in starts and size != 1 else 0
+                starts[axis] if axis in starts and size != 1 else zero
                 for axis, size in zip(axes, sums[name].shape[-len(axes) :], strict=True)
             ]
             old = lax.dynamic_slice(sums[name], start, part.shape)
@@ -405,7 +406,8 @@ def _sum_over_blocks(
         shape = [*shape[: -len(axes)], *(size if size == 1 else sizes.get(axis, size) for axis, size in own)]
         return jnp.zeros(shape, types[name].dtype)
 
-    sums = lax.fori_loop(0, -(-seqlen_q // num_rows), add_row, {name: zeros(name) for name in results})
+    rows = jnp.int32(0), jnp.int32(-(-seqlen_q // num_rows))  # of blocks
+    sums = lax.fori_loop(*rows, add_row, {name: zeros(name) for name in results})
     for name, axes in results.items():
         for axis, end in (("t", seqlen_q), ("s", seqlen_kv)):
             index = axes.find(axis) - len(axes)

@@ -142,6 +142,12 @@ def check_query_offset(query_offset: Any, batch: int | None) -> jax.Array | None
     return _int32_per_batch("query_offset", query_offset, batch, allow_scalar=True)
 
 
+def check_scale(scale: float, dtype: np.dtype) -> None:
+    largest = float(jnp.finfo(sum_dtype(dtype)).max)
+    if abs(scale) > largest:
+        raise ValueError(f"scale must be at most {largest:.5g} for {dtype.name}, got {scale}.")
+
+
 def check_bias(bias: Any, scores: tuple[int, ...]) -> jax.Array | Alibi | None:
     if bias is None:
         return None

@@ -14,6 +14,7 @@ import numpy as np
 _WIDEST_WINDOW = 2**31 - 1
 _NO_WINDOW = 2**32  # farther than any key is from a query, with any offset
 
+_SMALLEST_RATE = 2.0**-16  # of dropout; rates are rounded to multiples of it
 _SMALLEST_SOFT_CAP = 2.0**-126  # of the normal float32 numbers
 # Such a cap c changes a logit x by x^3 / (3 c^2), less than rounding does; and x / c may be too small for float32.
 _NO_SOFT_CAP = 1e30
@@ -173,8 +174,8 @@ def _soft_cap(cap: Any) -> float:
 
 def _dropout_rate(rate: Any) -> float:
     rate = static_float("dropout_rate", rate)
-    if not 0 <= rate < 1:
-        raise ValueError(f"dropout_rate must be at least 0 and below 1, got {rate}.")
+    if not 0 <= rate < 1 - _SMALLEST_RATE / 2:
+        raise ValueError(f"dropout_rate must be at least 0 and below 1, in multiples of 2^-16, got {rate}.")
     return rate
 
 

@@ -190,8 +190,7 @@ def to_zigzag(x: ArrayLike, num_devices: int, axis: int = 1) -> jax.Array:
     """A whole sequence in the order of the layout "zigzag": sharded along `axis`, device d gets chunks d, 2 n - 1 - d.
 
     Args:
-      x: an array of the whole sequence: queries, keys, positions, segment ids. On a mesh with explicit axes it must not
-        be sharded along `axis`.
+      x: an array of the whole sequence: queries, keys, positions, segment ids. The result is sharded like it.
       num_devices: n, the size of the mesh axis over which the sequence is sharded.
       axis: the axis of the sequence, of a length that is a multiple of 2 n.
 
@@ -207,11 +206,13 @@ def from_zigzag(x: ArrayLike, num_devices: int, axis: int = 1) -> jax.Array:
     return _from_zigzag(*_check_sequence(x, num_devices, axis))
 
 
-# Without a gather: slices and concatenations keep the sharding of other axes.
+# Without a gather: slices and concatenations keep shardings.
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _to_zigzag(x: jax.Array, num_devices: int, axis: int) -> jax.Array:
-    halves = _split(x, axis, 2, num_devices)
-    first, second = (lax.index_in_dim(halves, i, axis, keepdims=False) for i in range(2))
+    chunks = _split(x, axis, 2 * num_devices)
+    first, second = (
+        lax.slice_in_dim(chunks, i * num_devices, (i + 1) * num_devices, axis=axis) for i in range(2)
+    )
     return jnp.stack([first, jnp.flip(second, axis)], axis + 1).reshape(x.shape)
 
 

@@ -125,10 +125,11 @@ def attention_fn(
                 f"{list(query.shape)}."
             )
     num_shards = 1 if axis_name is None else axis_size(axis_name)
-    scores = (*batch, num_heads, seqlen_q, num_shards * key.shape[-3])
-    if is_causal and mask is not None and seqlen_q == 1 < key.shape[-3]:
+    seqlen_kv = num_shards * key.shape[-3]
+    scores = (*batch, num_heads, seqlen_q, seqlen_kv)
+    if is_causal and mask is not None and num_shards * seqlen_q == 1 < seqlen_kv:
         raise ValueError(
-            f"is_causal must be False in decoding, got True for one query and {key.shape[-3]} keys: the query would "
+            f"is_causal must be False in decoding, got True for one query and {seqlen_kv} keys: the query would "
             "see only the first key. Flax's mask of the cache suffices."
         )
     if bias is not None and not isinstance(bias, Alibi):

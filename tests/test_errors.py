@@ -98,6 +98,7 @@ CALLS = {
     "scale is infinite": (dict(scale=float("inf")), ValueError, "scale", "finite", "inf"),
     "scale is an array": (dict(scale=f32(2)), ValueError, "scale", "scalar", "(2,)"),
     "scale beyond float": (dict(scale=10**400), ValueError, "scale", "finite", "1000"),
+    "scale beyond float32": (dict(scale=-1e39), ValueError, "scale", "3.4028e+38 for float32", "-1e+39"),
     "scale is a bool array": (dict(scale=boolean()), TypeError, "scale", "number", "bool"),
     "query_offset is a list": (dict(query_offset=[1, 2]), TypeError, "query_offset", "int32", "[B]", "[1, 2]"),
     "is_causal is an int": (dict(is_causal=1), TypeError, "is_causal", "bool", "1"),
@@ -203,6 +204,9 @@ CALLS = {
     "integer sinks": (dict(sinks=i32(6)), TypeError, "sinks", "float", "int32"),
     "dropout without a key": (dict(dropout_rate=0.1), ValueError, "dropout_rng", "dropout_rate", "None"),
     "dropout of all": (dict(dropout_rate=1.0, dropout_rng=RNG), ValueError, "dropout_rate", "below 1", "1.0"),
+    "dropout of all, rounded": (
+        dict(dropout_rate=0.999995, dropout_rng=RNG), ValueError, "dropout_rate", "2^-16", "0.999995",
+    ),
     "dropout negative": (dict(dropout_rate=-0.1, dropout_rng=RNG), ValueError, "dropout_rate", "at least 0", "-0.1"),
     "dropout is NaN": (
         dict(dropout_rate=float("nan"), dropout_rng=RNG), ValueError, "dropout_rate", "finite", "nan",

@@ -408,6 +408,26 @@ def test_without_a_batch_axis(platform, highest):
     assert_close(f(q, k, v), jax_flash.flash_attention(q, k, v, return_residual=True))
 
 
+def test_one_query_on_each_device_is_no_decoding_in_flax(platform, highest):
+    pytest.importorskip("flax", reason="flax is an optional dependency")
+    from jax_flash.flax import attention_fn
+
+    key, query = inputs(length=8)[:2]
+    query, mask = query[:, :2], jnp.ones((1, 1, 2, 8), bool)
+
+    def attend(query, key, mask):
+        return attention_fn(query, key, key, mask=mask, is_causal=True, axis_name="sequence")
+
+    specs = P(None, "sequence"), P(None, "sequence"), P(None, None, "sequence")
+    sharded = jax.shard_map(attend, mesh=mesh_of(2), in_specs=specs, out_specs=specs[0])
+    assert_close(sharded(query, key, mask), jax_flash.flash_attention(query, key, key, is_causal=True))
+    alone = jax.shard_map(attend, mesh=mesh_of(1), in_specs=specs, out_specs=specs[0])
+    with pytest.raises(
+        ValueError, match="is_causal must be False in decoding, got True for one query and 8 keys"
+    ):
+        alone(query[:, :1], key, mask[:, :, :1])
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("library", "layout"), quick.in_turn(("linen", "nnx"), LAYOUTS))
 def test_layers_of_flax(library, layout, platform, highest):
@@ -532,6 +552,23 @@ def test_zigzag_gives_each_device_a_chunk_of_both_ends():
     x = jax.random.normal(jax.random.key(0), (3, 5, 24))
     for axis in (2, -1):
         np.testing.assert_array_equal(jax_flash.from_zigzag(jax_flash.to_zigzag(x, 3, axis), 3, axis), x)
+
+
+@pytest.mark.parametrize("number", [2, 3, 8])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_zigzag_of_a_sharded_sequence_is_sharded_alike(kind, number):
+    mesh = Mesh(np.array(jax.devices("cpu")[:number]), ("sequence",), axis_types=(kind,))
+    # For the inverse XLA gathers a chunk whose length does not divide by the number of devices.
+    x = jax.random.normal(jax.random.key(0), (3, 48 * number, 5))
+    placed = jax.device_put(x, NamedSharding(mesh, P(None, "sequence")))
+    for order in (jax_flash.to_zigzag, jax_flash.from_zigzag):
+        reorder = functools.partial(order, num_devices=number)
+        gradient = jax.grad(lambda x, reorder=reorder: jnp.sum(reorder(x) ** 3))
+        for f in (reorder, gradient):
+            got = jax.jit(f)(placed)
+            assert got.sharding.is_equivalent_to(placed.sharding, 3)
+            assert "all-gather" not in jax.jit(f).lower(placed).compile().as_text()
+            np.testing.assert_array_equal(got, f(x))
 
 
 _BAD_ORDERS = {

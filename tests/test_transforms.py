@@ -98,6 +98,29 @@ def test_strict_promotion_of_dtypes(implementation, has_int64, platform):
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.parametrize("has_int64", [False, True], ids=["", "int64"])
+@pytest.mark.parametrize("has_alibi", [False, True], ids=["bias", "alibi"])
+def test_strict_promotion_of_dtypes_in_second_derivatives(has_alibi, has_int64, platform):
+    names = ("query_seq_lengths", "key_value_seq_lengths", "query_offset")
+    options = {name: np.int32([3, 6]) for name in names} | dict(local_window_size=3, forward_mode=True)
+
+    def loss(q, k, v, bias):
+        bias = jax_flash.Alibi(bias) if has_alibi else bias
+        return jnp.sum(jnp.sin(attention(q, k, v, bias, **options)))
+
+    def second(*args):
+        gradient = jax.grad(loss, (*ALL, 3))
+        along = jax.jvp(loss, args, args)[1]
+        return jax.jvp(gradient, args, args), jax.jvp(lambda *x: jax.jvp(loss, x, args)[1], args, args), along
+
+    with harness.x64("float64" if has_int64 else "float32"):
+        args = *map(jnp.asarray, qkv(2)), random(4) if has_alibi else random(1, 4, 6, 9)
+        want = jax.jit(second)(*args)
+        with jax.numpy_dtype_promotion("strict"):
+            got = jax.jit(second)(*args)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_ranks_are_not_promoted(implementation, platform):
     """JAX may be told to raise an error where it would add axes to an array."""
