@@ -230,6 +230,16 @@ def test_many_tiles(options, dtype, platform):
     probe(2, 1031, 1100, dtype, **options)
 
 
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_more_blocks_of_keys_than_a_warp_has_lanes(dtype, platform):
+    """On Hopper, each lane has a list's entry of one of 32 blocks of 64 keys."""
+    for seqlen_kv, is_causal in ((2500, False), (4500, True)):
+        mask = RNG.random((2, 1, 130, seqlen_kv)) < 0.5
+        mask[..., 320:640] = False
+        offset = np.array([0, seqlen_kv - 100], np.int32)
+        probe(2, 130, seqlen_kv, dtype, mask=mask, is_causal=is_causal, query_offset=offset)
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     quick.in_turn([(1, 6, 131, 129), (2, 6, 1, 129), (6, 131, 1), (6, 1, 1)], DTYPES),
