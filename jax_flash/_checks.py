@@ -145,7 +145,7 @@ def check_query_offset(query_offset: Any, batch: int | None) -> jax.Array | None
 def check_scale(scale: float, dtype: np.dtype) -> None:
     largest = float(jnp.finfo(sum_dtype(dtype)).max)
     if abs(scale) > largest:
-        raise ValueError(f"scale must be at most {largest:.5g} for {dtype.name}, got {scale}.")
+        raise ValueError(f"scale must be at most {largest:.5g} in magnitude for {dtype.name}, got {scale}.")
 
 
 def check_bias(bias: Any, scores: tuple[int, ...]) -> jax.Array | Alibi | None:
@@ -228,7 +228,7 @@ def check_cuda(
     if dtype == jnp.float64 and not any(" float64 " in name for name in _ffi.build_info()["kernels"]):
         raise NotImplementedError(
             "This build of jax_flash has no CUDA kernels for float64. In a checkout, run "
-            f"{_ffi.install_command('JAX_FLASH_FLOAT64=ON')}, with the head dim 64 or 128 if you also pass "
+            f"{_ffi.install_command(JAX_FLASH_FLOAT64='ON')}, with the head dim 64 or 128 if you also pass "
             'JAX_FLASH_HEAD_DIMS, or pass implementation="xla".'
         )
     if head_dim > _MAX_PORTABLE_HEAD_DIM:

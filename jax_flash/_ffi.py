@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from pathlib import Path
 
 import jax
@@ -33,9 +34,10 @@ def ffi_targets() -> tuple[str, ...]:
     return tuple(sorted({name for targets in _library.registrations().values() for name in targets}))
 
 
-def install_command(option: str) -> str:
-    """The command that builds and installs the package again with an option, and leaves its dependencies alone."""
-    return f"`pip install --force-reinstall --no-deps --no-cache-dir -C cmake.define.{option} .`"
+def install_command(**options: str) -> str:
+    """The command that builds and installs the package again with options, and leaves its dependencies alone."""
+    defined = " ".join(f"-C {shlex.quote(f'cmake.define.{name}={value}')}" for name, value in options.items())
+    return f"`pip install --force-reinstall --no-deps --no-cache-dir {defined} .`"
 
 
 def local_gpus() -> list[jax.Device]:
@@ -55,7 +57,7 @@ def check_gpu_kernels() -> None:
     if _CUDA_PLATFORM not in _library.registrations():
         raise NotImplementedError(
             "This build of jax_flash has no CUDA kernels, as it was installed without an NVIDIA driver and an nvcc. "
-            f'In a checkout, run {install_command("JAX_FLASH_CUDA=ON")}, or pass implementation="xla".'
+            f'In a checkout, run {install_command(JAX_FLASH_CUDA="ON")}, or pass implementation="xla".'
         )
     oldest_built = min(int(re.match(r"\d+", arch)[0]) for arch in _library.build_info()["archs"].split(";"))
     for device in local_gpus():
@@ -85,12 +87,15 @@ def _check_ffi_version() -> None:
     info = _library.build_info()
     built = tuple(int(part) for part in info["ffi_version"].split("."))
     runtime = _runtime_ffi_version()
+    include = dict(
+        JAX_FLASH_JAXLIB_INCLUDE=jax.ffi.include_dir(), JAX_FLASH_JAXLIB_VERSION=jaxlib.__version__
+    )
     if runtime is not None and (built[0] != runtime[0] or built[1] > runtime[1]):
         raise ImportError(
             f"jax_flash was built for XLA FFI {built[0]}.{built[1]} (jaxlib {info['jaxlib']}), but the installed "
             f"jaxlib {jaxlib.__version__} has XLA FFI {runtime[0]}.{runtime[1]}. Upgrade jax and jaxlib to at least "
             f"{info['jaxlib']}, or build jax_flash for the installed one: in a checkout, run "
-            f"{install_command(f'JAX_FLASH_JAXLIB_INCLUDE={jax.ffi.include_dir()}')}."
+            f"{install_command(**include)}."
         )
 
 

@@ -175,7 +175,9 @@ def _soft_cap(cap: Any) -> float:
 def _dropout_rate(rate: Any) -> float:
     rate = static_float("dropout_rate", rate)
     if not 0 <= rate < 1 - _SMALLEST_RATE / 2:
-        raise ValueError(f"dropout_rate must be at least 0 and below 1, in multiples of 2^-16, got {rate}.")
+        raise ValueError(
+            f"dropout_rate must be at least 0 and below 1, rounded to a multiple of 2^-16, got {rate}."
+        )
     return rate
 
 

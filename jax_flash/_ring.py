@@ -190,7 +190,8 @@ def to_zigzag(x: ArrayLike, num_devices: int, axis: int = 1) -> jax.Array:
     """A whole sequence in the order of the layout "zigzag": sharded along `axis`, device d gets chunks d, 2 n - 1 - d.
 
     Args:
-      x: an array of the whole sequence: queries, keys, positions, segment ids. The result is sharded like it.
+      x: an array of the whole sequence: queries, keys, positions, segment ids. Where it is sharded along `axis` over
+        n devices, so is the result, without a gather.
       num_devices: n, the size of the mesh axis over which the sequence is sharded.
       axis: the axis of the sequence, of a length that is a multiple of 2 n.
 
@@ -206,7 +207,8 @@ def from_zigzag(x: ArrayLike, num_devices: int, axis: int = 1) -> jax.Array:
     return _from_zigzag(*_check_sequence(x, num_devices, axis))
 
 
-# Without a gather: slices and concatenations keep shardings.
+# Slices and concatenations keep shardings. XLA gathers only in from_zigzag, and in the gradient of to_zigzag, where the
+# length of a chunk does not divide by n.
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _to_zigzag(x: jax.Array, num_devices: int, axis: int) -> jax.Array:
     chunks = _split(x, axis, 2 * num_devices)

@@ -139,7 +139,7 @@ inline void __syncthreads() { emulator::wait_for_block(); }
 inline void __syncwarp() { emulator::from_all_lanes(0); }
 template <class T>
 T __shfl_sync(uint32_t, T x, int lane) {
-  return emulator::from_all_lanes(x)[lane];
+  return emulator::from_all_lanes(x)[lane % 32];
 }
 template <class T>
 T __shfl_xor_sync(uint32_t, T x, int lanes) {
