@@ -243,8 +243,8 @@ def test_many_tiles(options, dtype, platform):
         (65, 128, "float32"),
     ],
 )
-def test_more_blocks_of_keys_than_a_warp_has_lanes(num_blocks, columns, dtype, is_causal, platform):
-    """Up to 128 columns, Hopper's lanes hold the entries of 32 visible blocks of 64 keys."""
+def test_lists_of_many_blocks(num_blocks, columns, dtype, is_causal, platform):
+    """Visible blocks of 64 keys; with up to 128 columns, Hopper's forward kernel reads mask and list ahead of them."""
     seqlen_q, total = 130, num_blocks * 3 // 2  # every third block is hidden
     seqlen_kv = 64 * total - 7
     kind = np.arange(64 * total)[:seqlen_kv] // 64 % 3
