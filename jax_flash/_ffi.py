@@ -87,10 +87,10 @@ def _check_ffi_version() -> None:
     info = _library.build_info()
     built = tuple(int(part) for part in info["ffi_version"].split("."))
     runtime = _runtime_ffi_version()
-    include = dict(
-        JAX_FLASH_JAXLIB_INCLUDE=jax.ffi.include_dir(), JAX_FLASH_JAXLIB_VERSION=jaxlib.__version__
-    )
     if runtime is not None and (built[0] != runtime[0] or built[1] > runtime[1]):
+        include = dict(
+            JAX_FLASH_JAXLIB_INCLUDE=jax.ffi.include_dir(), JAX_FLASH_JAXLIB_VERSION=jaxlib.__version__
+        )
         raise ImportError(
             f"jax_flash was built for XLA FFI {built[0]}.{built[1]} (jaxlib {info['jaxlib']}), but the installed "
             f"jaxlib {jaxlib.__version__} has XLA FFI {runtime[0]}.{runtime[1]}. Upgrade jax and jaxlib to at least "

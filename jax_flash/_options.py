@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from ._dropout import DECISION_BITS
+
 # Wider than any sequence, and still far from overflowing the kernels' 64-bit index arithmetic.
 _WIDEST_WINDOW = 2**31 - 1
 _NO_WINDOW = 2**32  # farther than any key is from a query, with any offset
 
-_SMALLEST_RATE = 2.0**-16  # of dropout; rates are rounded to multiples of it
 _SMALLEST_SOFT_CAP = 2.0**-126  # of the normal float32 numbers
 # Such a cap c changes a logit x by x^3 / (3 c^2), less than rounding does; and x / c may be too small for float32.
 _NO_SOFT_CAP = 1e30
@@ -174,9 +175,9 @@ def _soft_cap(cap: Any) -> float:
 
 def _dropout_rate(rate: Any) -> float:
     rate = static_float("dropout_rate", rate)
-    if not 0 <= rate < 1 - _SMALLEST_RATE / 2:
+    if not 0 <= rate < 1 - 2.0 ** -(DECISION_BITS + 1):
         raise ValueError(
-            f"dropout_rate must be at least 0 and below 1, rounded to a multiple of 2^-16, got {rate}."
+            f"dropout_rate must be at least 0 and below 1, rounded to a multiple of 2^-{DECISION_BITS}, got {rate}."
         )
     return rate
 
