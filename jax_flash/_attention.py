@@ -84,7 +84,7 @@ def flash_attention(
       sinks: floating-point array [N]: a logit for each head that takes part in the softmax and has no value
         (https://arxiv.org/abs/2309.17453). A row with a sink and no key has output 0 and the sink as log-sum-exp.
         Differentiable.
-      dropout_rate: rounded to a multiple of 2^-16, in [0, 1): this part of the normalized probabilities becomes 0,
+      dropout_rate: in [0, 1): this part of the normalized probabilities, rounded to a multiple of 2^-16, becomes 0,
         and the others are divided by 1 - dropout_rate.
       dropout_rng: PRNG key of the dropout, required if dropout_rate is not 0. The pairs that are kept depend only
         on it, batch, head, row and column.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-DECISION_BITS = 16
+_DECISION_BITS = 16
 
 UNIT = 16  # a part of a sequence begins at a multiple of so many rows and columns
 
@@ -53,8 +53,8 @@ def keep_pairs(seeds: jax.Array, rate: float, row: jax.Array, column: jax.Array)
     words = _philox(counter, (seeds[..., 0, None, None], seeds[..., 1, None, None]))
     left, right = (jnp.where(column % 16 < 8, a, b) for a, b in ((words[0], words[1]), (words[2], words[3])))
     word = jnp.where(row % 16 < 8, left, right)
-    half = (word >> (column % 2 * DECISION_BITS)) & (2**DECISION_BITS - 1)
-    return half >= jnp.uint32(round(rate * 2**DECISION_BITS))
+    half = (word >> (column % 2 * _DECISION_BITS)) & (2**_DECISION_BITS - 1)
+    return half >= jnp.uint32(round(rate * 2**_DECISION_BITS))
 
 
 def _philox(counter: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

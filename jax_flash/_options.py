@@ -10,8 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._dropout import DECISION_BITS
-
 # Wider than any sequence, and still far from overflowing the kernels' 64-bit index arithmetic.
 _WIDEST_WINDOW = 2**31 - 1
 _NO_WINDOW = 2**32  # farther than any key is from a query, with any offset
@@ -175,10 +173,8 @@ def _soft_cap(cap: Any) -> float:
 
 def _dropout_rate(rate: Any) -> float:
     rate = static_float("dropout_rate", rate)
-    if not 0 <= rate < 1 - 2.0 ** -(DECISION_BITS + 1):
-        raise ValueError(
-            f"dropout_rate must be at least 0 and below 1, rounded to a multiple of 2^-{DECISION_BITS}, got {rate}."
-        )
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout_rate must be at least 0 and below 1, got {rate}.")
     return rate
 
 
