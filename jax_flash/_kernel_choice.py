@@ -70,7 +70,7 @@ def num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions)
     keys = seqlen_kv
     if min(options.reach) >= 0:  # the first block of keys may begin before the first that a query sees
         keys = min(keys, sum(options.reach) + seqlen_q + _library.constants()["kVisibilityBlock"])
-    if _is_decoding(q, k, v):
+    if _is_decoding(q, v):
         # A part writes 4 bytes for each row and column, so longer sequences have longer parts; of 1,024 keys at most,
         # so that a long sequence alone has parts for all multiprocessors of a GPU.
         part = 256 if keys <= 4096 else 512 if keys < 8192 else 1024
@@ -86,13 +86,10 @@ def num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions)
     return parts if parts > 1 else 0
 
 
-def _is_decoding(q, k, v) -> bool:
+def _is_decoding(q, v) -> bool:
     """Whether the forward kernel for few queries serves a call without dropout."""
-    (seqlen_q, num_heads), num_kv_heads = q.shape[-3:-1], k.shape[-2]
     head_dim = kernel_head_dim("decode sm80", q.dtype, max(q.shape[-1], v.shape[-1]))
-    most_rows = 64 if q.dtype.itemsize * head_dim <= 512 else 32  # of a key head: decode_tile in cuda/tiles.h
-    is_short = seqlen_q <= _library.constants()["kDecodeQueries"]
-    return head_dim > 0 and is_short and seqlen_q * (num_heads // num_kv_heads) <= most_rows
+    return head_dim > 0 and q.shape[-3] <= _library.constants()["kDecodeQueries"]
 
 
 def sums_dq(q, k, v, *, num_head_parts: int, is_deterministic: bool, hides_pairs: bool) -> bool:

@@ -1,11 +1,12 @@
 // Forward attention for few queries over many keys, as in decoding, with mma.sync and cp.async, for compute
 // capability 8.0 and up. It is bound by the memory that keys and values come from.
 //
-// The rows of a tile are all query heads of a key head (group_rows.cuh), so keys are read once. The keys of a
-// sequence are split into parts of the blocks from the first to the last that any row sees. A block takes one
-// part of one key head: its warps share a ring of buffers with keys and values in the order k, v, k, v, ...,
-// and where there are several along the keys, their sums are merged at the end. With more parts than one, a
-// block leaves them in workspace, and a second kernel merges the parts.
+// The rows of a tile are all query heads of a key head (group_rows.cuh), or kRows of them, so a tile reads
+// keys once for all of them. The keys of a sequence are split into parts of the blocks from the first to the
+// last that any row sees. A block takes one part of a tile's keys: its warps share a ring of buffers with
+// keys and values in the order k, v, k, v, ..., and where there are several along the keys, their sums are
+// merged at the end. With more parts than one, a block leaves them in workspace, and a second kernel merges
+// the parts.
 //
 // How many parts there are depends on the shapes of a sequence, and not on the batch or the heads: so a
 // sequence has the same bits alone and in a batch, on one device and with heads on several.
@@ -41,14 +42,16 @@ struct DecodeArguments {
   PairOptions pairs;
   HeadRows q, k, v;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv]; k and v may be pages
   int part_blocks;   // blocks of keys in a part
+  int row_tiles;     // of a key head
 };
 
 // ---- A part of the keys ----
 
-template <class Arithmetic_, int kHeadDim_, bool kManyRows, PairPolicy kPolicy_>
+template <class Arithmetic_, int kHeadDim_, bool kManyRows_, PairPolicy kPolicy_>
 struct DecodeConfig {
   using Arithmetic = Arithmetic_;
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kManyRows = kManyRows_;
   static constexpr PairPolicy kPolicy = kPolicy_;
   using Element = typename Arithmetic::Element;
   static constexpr DecodeTile kTile = decode_tile(sizeof(Element), kHeadDim, kManyRows);
@@ -117,12 +120,15 @@ __global__ void __launch_bounds__(Config::kThreads)
   const ForwardParams& params = arguments.params;
 
   // ---- Part: the first ones come first, for those beyond a sequence's keys have nothing to do ----
+  // Tiles of the same keys run side by side, so that all but one find them in L2.
+  const int row_tiles = Config::kManyRows ? arguments.row_tiles : 1;
+  const int row_tile = blockIdx.x % row_tiles, index = blockIdx.x / row_tiles;
   const int num_kv_heads = static_cast<int>(params.num_kv_heads);
-  const int kv_head = blockIdx.x % num_kv_heads;
-  const int batch = blockIdx.x / num_kv_heads % static_cast<int>(params.batch);
-  const int part = blockIdx.x / num_kv_heads / static_cast<int>(params.batch);
+  const int kv_head = index % num_kv_heads;
+  const int batch = index / num_kv_heads % static_cast<int>(params.batch);
+  const int part = index / num_kv_heads / static_cast<int>(params.batch);
   const GroupRows rows(params);
-  const int first_head = kv_head * rows.group;
+  const int first_head = kv_head * rows.group, first_tile_row = row_tile * Config::kRows;
 
   const Mask queries(params, batch);
   const KeyBlocks seen = queries.key_blocks<kBlockN>(0, static_cast<int>(params.seqlen_q));
@@ -184,7 +190,8 @@ __global__ void __launch_bounds__(Config::kThreads)
   };
 
   if (blocks.visible) {
-    QLoader::load_rows(arguments.q, sQ, [&](int row) -> int64_t {
+    QLoader::load_rows(arguments.q, sQ, [&](int tile_row) -> int64_t {
+      const int row = first_tile_row + tile_row;
       if (row >= rows.count) return -1;
       const int64_t query = batch * params.seqlen_q + rows.query(row);
       return query * arguments.q.stride + int64_t{first_head + rows.head(row)} * arguments.q.head_dim;
@@ -203,10 +210,10 @@ __global__ void __launch_bounds__(Config::kThreads)
   }
 
   const int row_warp = threadIdx.x / 32 / kKeyWarps, key_warp = threadIdx.x / 32 % kKeyWarps;
-  const int warp_row = 16 * row_warp, warp_key = key_warp * kWarpKeys;
+  const int warp_row = first_tile_row + 16 * row_warp, warp_key = key_warp * kWarpKeys;
   const GroupMask mask(queries, rows, warp_row, 16);
   const GroupPairs pairs(params, arguments.pairs, batch, kv_head, rows);
-  const KMajorA<Products, QTile, 1> q(sQ, warp_row);
+  const KMajorA<Products, QTile, 1> q(sQ, 16 * row_warp);
   float out[1][kOutTiles][4];  // [16, kHeadDim], the sum over this warp's keys
   clear(out);
   OnlineSoftmax<1> softmax;
@@ -346,14 +353,17 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
       std::min(ceil_div(params.seqlen_kv, Config::kBlockN), ceil_div(span - 1, Config::kBlockN) + 1);
   const int64_t part_blocks = ceil_div(num_blocks, params.num_key_parts);
   if (params.num_key_parts > num_blocks || part_blocks > Config::kMaxPartBlocks) return Status::not_served();
+  const int64_t rows = params.num_heads / params.num_kv_heads * params.seqlen_q;
+  const int64_t row_tiles = ceil_div(rows, Config::kRows);
   const DecodeArguments arguments{params,
                                   LogitScale(params),
                                   PairOptions(params),
                                   head_rows<Element>(params.q, params.num_heads, params.head_dim),
                                   head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
                                   head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
-                                  static_cast<int>(part_blocks)};
-  const int64_t blocks = params.num_key_parts * params.batch * params.num_kv_heads;
+                                  static_cast<int>(part_blocks),
+                                  static_cast<int>(row_tiles)};
+  const int64_t blocks = params.num_key_parts * params.batch * params.num_kv_heads * row_tiles;
   const Status status =
       launch(decode_kernel<Config>, blocks, Config::kThreads, Config::kSharedBytes, context, arguments);
   if (status.failed() || params.num_key_parts == 1) return status;
@@ -370,13 +380,12 @@ Status decode_rows(const ForwardParams& params, const LaunchContext& context) {
 
 template <class Arithmetic, int kHeadDim>
 Status decode(const ForwardParams& params, const LaunchContext& context) {
-  using ManyRows = DecodeConfig<Arithmetic, kHeadDim, /*kManyRows=*/true, kNoPairs>;
   if (params.num_key_parts <= 0 || params.num_kv_heads == 0 || params.head_dim_v == 0 ||
       params.dropout_seeds) {
     return Status::not_served();
   }
   const int64_t rows = params.num_heads / params.num_kv_heads * params.seqlen_q;
-  if (rows == 0 || rows > ManyRows::kRows || params.seqlen_q > kDecodeQueries) return Status::not_served();
+  if (rows == 0 || params.seqlen_q > kDecodeQueries) return Status::not_served();
   return rows > 16 ? decode_rows<Arithmetic, kHeadDim, true>(params, context)
                    : decode_rows<Arithmetic, kHeadDim, false>(params, context);
 }
