@@ -75,7 +75,7 @@ def flash_attention(
         beyond the lengths influence no result, even if they hold NaN.
       local_window_size: pair (left, right) of ints >= 0, or w for (w, w): query i sees key j only if
         i + query_offset - left <= j <= i + query_offset + right. None in a pair: no limit on that side.
-      logits_soft_cap: number c >= 2^-126; the logits, after scale and bias, become c * tanh(logits / c). From 1e30 on
+      logits_soft_cap: number c > 0; the logits, after scale and bias, become c * tanh(logits / c). From 1e30 on
         there is no cap.
       query_offset: int, or int32 scalar or [B], which may be traced: the position of query 0 among the keys. S - T
         aligns the last query with the last key; to decode, pass the number of keys before the new query.

@@ -328,6 +328,9 @@ def _int32_array(name: str, x: Any) -> jax.Array:
         outside = given[(given < _INT32.min) | (given > _INT32.max)]
         if outside.size:  # JAX would wrap it around
             raise ValueError(f"{name} must fit in int32, got {outside.flat[0]}.")
+    # With jax_enable_x64, NumPy's integers, and Python's that are traced, have 64 bits.
+    if x.dtype == jnp.int64 and (isinstance(given, np.ndarray | np.generic) or x.weak_type):
+        x = x.astype(jnp.int32)
     if x.dtype != jnp.int32:
         raise TypeError(f"{name} must be int32, got {x.dtype}.")
     return x

@@ -14,7 +14,8 @@ import numpy as np
 _WIDEST_WINDOW = 2**31 - 1
 _NO_WINDOW = 2**32  # farther than any key is from a query, with any offset
 
-_SMALLEST_SOFT_CAP = 2.0**-126  # of the normal float32 numbers
+# The smallest normal float32. It makes all weights equal, as any smaller cap does, which kernels could not divide by.
+_SMALLEST_SOFT_CAP = 2.0**-126
 # Such a cap c changes a logit x by x^3 / (3 c^2), less than rounding does; and x / c may be too small for float32.
 _NO_SOFT_CAP = 1e30
 
@@ -164,11 +165,7 @@ def _soft_cap(cap: Any) -> float:
     cap = static_float("logits_soft_cap", cap)
     if cap <= 0:
         raise ValueError(f"logits_soft_cap must be > 0 (None means no cap), got {cap}.")
-    if cap < _SMALLEST_SOFT_CAP:
-        raise ValueError(
-            f"logits_soft_cap must be at least {_SMALLEST_SOFT_CAP:.5g}, the smallest normal float32, got {cap}."
-        )
-    return 0.0 if cap >= _NO_SOFT_CAP else cap
+    return 0.0 if cap >= _NO_SOFT_CAP else max(cap, _SMALLEST_SOFT_CAP)
 
 
 def _dropout_rate(rate: Any) -> float:

@@ -85,7 +85,8 @@ def ring_attention(
         :func:`to_zigzag` brings a sequence into this order.
       query_offset: a Python int lets the call skip, with their transfers, keys that no query sees; an array does not.
       segment_ids: the device's, [B, T / n] (if T == S), or a pair of [B, T / n] and [B, S / n].
-      forward_mode: as there. Reverse mode with it keeps the keys of all steps, memory linear in S instead of S / n.
+      forward_mode: as there. Reverse mode with it keeps the keys of all steps, memory linear in S instead of S / n. So
+        do second derivatives, with it and without.
       page_indices: not supported.
       implementation: None: the fused kernel of the platform; "xla": plain XLA operations, with score matrices of
         T / n x S / n.
@@ -97,8 +98,7 @@ def ring_attention(
       TypeError: as `flash_attention`.
       ValueError: as `flash_attention`; or axis_name is no axis here, or has axes in another order than the mesh; or
         layout is unknown; or a shard cannot be halved, or with dropout is not a multiple of 16, or of 32 with "zigzag".
-      NotImplementedError: as `flash_attention`; page_indices; second derivatives by the kernels without
-        `forward_mode`.
+      NotImplementedError: as `flash_attention`; page_indices.
     """
     if page_indices is not None:
         raise NotImplementedError(
@@ -624,8 +624,22 @@ def _with_part(
 
 
 @_gradients.defjvp
-def _refuse_second_derivative(options, ring, primals, tangents):
-    raise NotImplementedError(
-        "ring_attention has second derivatives with forward_mode=True, which keeps the keys of all steps, or with "
-        'implementation="xla".'
-    )
+def _gradient_tangents(options, ring, primals, tangents):
+    """Differentiates the gradient that forward mode has, which follows from the inputs and the cotangents alone."""
+    (arrays,), (moved,) = primals, tangents
+    inputs = [name for name in (*DIFFERENTIABLE, "dout", "dlse") if name in arrays]
+    fixed = {name: x for name, x in arrays.items() if name not in (*inputs, "out", "lse")}
+
+    def gradients(inputs: Arrays) -> Arrays:
+        cotangents = inputs["dout"], inputs["dlse"]
+
+        def attend(wanted: Arrays):
+            operands = fixed | {name: x for name, x in wanted.items() if name not in tuple("qkv")}
+            return _attend(wanted["q"], wanted["k"], wanted["v"], operands, options, ring, _kernel)
+
+        return jax.vjp(attend, {name: inputs[name] for name in DIFFERENTIABLE if name in inputs})[1](
+            cotangents
+        )[0]
+
+    along = [{name: x[name] for name in inputs} for x in (arrays, moved)]
+    return _gradients(arrays, options, ring), jax.jvp(gradients, along[:1], along[1:])[1]

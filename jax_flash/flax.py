@@ -133,9 +133,9 @@ def attention_fn(
             "see only the first key. Flax's mask of the cache suffices."
         )
     if bias is not None and not isinstance(bias, Alibi):
-        bias = _fold_batch("bias", jnp.asarray(bias), scores)
+        bias = _fold_batch("bias", as_array("bias", bias), scores)
     if mask is not None:
-        mask = _fold_batch("mask", jnp.asarray(mask, bool), scores)
+        mask = _fold_batch("mask", as_array("mask", mask).astype(bool), scores)
     # Flax passes the layer's rate whether dropout is on or not.
     dropout_rate = 0.0 if deterministic else dropout_rate
     query, key, value = (x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]) for x in (query, key, value))

@@ -525,6 +525,9 @@ def test_names_what_is_no_array_and_no_dtype():
     q, k, v = qkv()
     with pytest.raises(TypeError, match=r"key must be a JAX or NumPy array, got .* list"):
         attention_fn(q, [[1.0]], v)
+    for name in ("bias", "mask"):
+        with pytest.raises(TypeError, match=rf"{name} must be a JAX or NumPy array, got .* float"):
+            attention_fn(q, k, v, **{name: 1.0})
     with pytest.raises(TypeError, match="dtype must be None or a dtype, got 'foo'"):
         attention_fn(q, k, v, dtype="foo")
 

@@ -101,7 +101,7 @@ def attributes(**options) -> str:
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize("cap", [1.2e-38, 1e-30, 1e37, 1e300])
+@pytest.mark.parametrize("cap", [5e-324, 1.2e-38, 1e-30, 1e37, 1e300])
 def test_extreme_soft_caps(cap, implementation, platform):
     """The smallest makes all keys equal; beyond any logit there is no cap."""
     q, k, v = (np.random.default_rng(i).standard_normal((1, 20, 2, 16)).astype(np.float32) for i in range(3))

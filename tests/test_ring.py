@@ -534,12 +534,45 @@ def test_forward_mode_has_every_derivative(layout, platform, highest):
     assert_close(jax.tree.map(lambda x: order(np.asarray(x), inverse=True), got), want)
 
 
-def test_second_derivatives_need_forward_mode():
-    *args, dout = inputs()
-    f = on_the_ring(mesh_of(2))
-    gradient = jax.grad(lambda q: jnp.sum(f(q, *args[1:]) * dout))
-    with pytest.raises(NotImplementedError, match=r'forward_mode=True, .* or with implementation="xla"'):
-        jax.jvp(gradient, args[:1], args[:1])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("causal", "zigzag"),
+        pytest.param("everything at once", "contiguous", marks=quick.EXHAUSTIVE),  # compiles for 15 s
+    ],
+)
+def test_second_derivatives_without_forward_mode(name, layout, platform, highest):
+    """The gradient, its derivative in a direction, and its own gradients."""
+    case = fitted(next(case for case in CASES if case.name == name), 2, layout)
+    q, k, v, dout, dlse = case.inputs(np.float32)
+    cotangents = dict(out=dout, lse=dlse)
+    operands = case.operands(np.float32)
+    inputs = dict(q=q, k=k, v=v) | {name: operands[name] for name in ("bias", "sinks") if name in operands}
+    direction = jax.tree.map(lambda x: np.flip(x).copy(), inputs)
+
+    def derivatives(f, inputs, direction, cotangents):
+        def gradient(inputs, cotangents):
+            def results(inputs):
+                own = operands | {name: x for name, x in inputs.items() if name in operands}
+                return dict(zip(("out", "lse"), f(*(inputs[x] for x in "qkv"), own), strict=True))
+
+            return jax.vjp(results, inputs)[1](cotangents)[0]
+
+        along = jax.jvp(gradient, (inputs, cotangents), (direction, cotangents))
+        return *along, *jax.vjp(gradient, inputs, cotangents)[1](direction)
+
+    whole = functools.partial(harness.call, return_residual=True, **case.static)
+    want = derivatives(whole, inputs, direction, cotangents)
+
+    def order(arrays, inverse=False):
+        return {name: in_order(layout, 2, name, x, inverse) for name, x in arrays.items()}
+
+    def ring(q, k, v, operands):
+        return ring_call(mesh_of(2), layout, operands, **case.static)(q, k, v, operands)
+
+    operands = order(operands)
+    got = jax.jit(functools.partial(derivatives, ring))(*map(order, (inputs, direction, cotangents)))
+    assert_close(tuple(order(x, inverse=True) for x in got), want)
 
 
 # ---- Order and errors -----------------------------------------------------------------------------------------------

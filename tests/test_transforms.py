@@ -75,6 +75,30 @@ def test_value_and_grad(platform):
     assert_gradients_close(gradients, want)
 
 
+def test_python_and_numpy_ints_have_any_width():
+    """Loop counters and other ints that are traced, and NumPy's arrays: with jax_enable_x64 they have 64 bits."""
+    q, k, v = qkv(2)
+
+    def attend(offset, lengths):
+        return jax_flash.flash_attention(
+            q, k, v, is_causal=True, query_offset=offset, key_value_seq_lengths=lengths
+        )
+
+    def count(i, x):
+        return x.at[i].set(attend(i, np.array([3, 5])))
+
+    want = jnp.stack([attend(i, np.int32([3, 5])) for i in range(3)])
+    with harness.x64("float64"):
+        got = jax.lax.fori_loop(0, 3, count, jnp.zeros_like(want))
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(attend(np.array([2, 2]), np.array([3, 5])), want[2])
+        np.testing.assert_array_equal(jax.jit(lambda i: attend(i, np.array([3, 5])))(2), want[2])
+        with pytest.raises(TypeError, match="query_offset must be int32, got int64"):
+            attend(jnp.array([2, 2]), np.array([3, 5]))
+        with pytest.raises(ValueError, match="query_offset must fit in int32, got 4294967296"):
+            attend(np.array([2, 2**32]), np.array([3, 5]))
+
+
 @pytest.mark.parametrize("has_int64", [False, True], ids=["", "int64"])
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_strict_promotion_of_dtypes(implementation, has_int64, platform):
