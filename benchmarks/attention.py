@@ -13,6 +13,16 @@ The section "options" times biases, masks, dropout and packed sequences. jax.nn 
 dense bias or mask instead; it cannot express dropout, so jax_flash is timed alone. For a random mask all pairs
 count, because every tile has visible ones.
 
+The section "ways" times float32 as jax_flash does not choose to compute it on Hopper: by the portable kernels, and
+cast to 16 bits, whose errors include those of the inputs.
+
+The section "accuracy" times nothing. It compares the output and the gradients of several kinds of inputs with float64,
+beside XLA's at "highest", beside cuDNN's in 16 bits, and in float32 beside XLA's with one product in TF32 (on a CPU
+that is float32, too).
+
+The exit status is 1 if jax_flash is wrong, without a figure, or slower than cuDNN or XLA in any cell, which is named
+at the end.
+
 The full sweep writes its figures to benchmarks/results/<device>.json and plots them. A filtered sweep writes only
 to --output.
 """
@@ -38,12 +48,12 @@ import jax
 import jax.numpy as jnp
 import measure
 import numpy as np
+from measure import OURS
 
 import jax_flash
 from jax_flash import _dropout
 
 RESULTS = pathlib.Path(__file__).parent / "results"
-OURS = "jax_flash"
 DIRECTIONS = ("forward", "backward")
 
 
@@ -64,8 +74,9 @@ class Shape:
     num_kv_heads: int | None = None  # None: as many as query heads
     window: tuple[int, int] | None = None
     precision: str | None = None  # None: jax_default_matmul_precision
-    option: str | None = None  # one of the names below
+    option: str | None = None  # one of the names below, or of measure.DISTRIBUTIONS
     lengths: tuple[int, ...] | None = None  # of packed sequences or of the rows of a ragged batch
+    way: str | None = None  # of jax_flash, one of those below; None: its own choice
 
     @property
     def kv_heads(self) -> int:
@@ -90,6 +101,7 @@ class Shape:
             mask += f" {self.option}"
         heads = f"{self.num_heads}" + (f"/{self.kv_heads}" if self.kv_heads != self.num_heads else "")
         dtype = self.dtype if self.precision is None else f"{self.dtype} {self.precision}"
+        dtype += f" by {self.way}" if self.way else ""
         return f"{self.batch} x {self.seq_len} x {heads} x {self.head_dim} {mask} {dtype}"
 
 
@@ -99,6 +111,10 @@ def gpu_shapes() -> Iterator[Shape]:
     for precision, seq_len, causal in itertools.product(("default", "highest"), (1024, 4096), (False, True)):
         batch = 16384 // seq_len
         yield Shape("float32", batch, seq_len, 16, 128, "float32", is_causal=causal, precision=precision)
+    yield Shape("float32", 4, 4096, 32, 64, "float32", precision="default")
+    for way, precisions in WAYS.items():
+        for precision in precisions:
+            yield Shape("ways", 4, 4096, 16, 128, "float32", precision=precision, way=way)
     for head_dim, causal in itertools.product((64, 128), (False, True)):
         yield Shape("float64", 4, 4096, 2048 // head_dim, head_dim, "float64", is_causal=causal)
     for num_kv_heads in (32, 8):
@@ -146,6 +162,14 @@ def memory_shapes(on_gpu: bool) -> Iterator[Shape]:
             yield Shape("memory", 1, seq_len, 8, 64, "float32")
 
 
+def accuracy_shapes(on_gpu: bool) -> Iterator[Shape]:
+    """Shapes of which the errors are measured, with each distribution of the inputs; those of a dtype in a row."""
+    plain = Shape("accuracy", 1, 4096, 8, 128) if on_gpu else Shape("accuracy", 1, 512, 2, 64)
+    kinds = (("float32", "default"), ("float32", "highest"), ("bfloat16", None), ("float16", None))
+    for (dtype, precision), distribution in itertools.product(kinds, measure.DISTRIBUTIONS):
+        yield dataclasses.replace(plain, dtype=dtype, precision=precision, option=distribution)
+
+
 def implementation(name: str, shape: Shape) -> Callable[..., jax.Array]:
     """Attention by jax_flash or one of jax.nn's implementations, as a function of the arrays in `Inputs`."""
     options: dict[str, Any] = {"is_causal": shape.is_causal and shape.option != CAUSAL_MASK}
@@ -154,10 +178,40 @@ def implementation(name: str, shape: Shape) -> Callable[..., jax.Array]:
     if name == OURS:
         if shape.option == DROPOUT:
             options["dropout_rate"] = DROPOUT_RATE
-        return functools.partial(jax_flash.flash_attention, **options)
+        attention = functools.partial(jax_flash.flash_attention, **options)
+        return cast(attention, shape.way) if shape.way in ("bfloat16", "float16") else attention
     if name == "xla" and shape.dtype == "float64":  # jax.nn's has float32 logits
         return functools.partial(jax_flash.flash_attention, implementation=name, **options)
     return functools.partial(jax.nn.dot_product_attention, implementation=name, **options)
+
+
+# ---- Ways to compute float32 ------------------------------------------------------------------------------
+
+PORTABLE = "portable kernels"  # TF32, and three products of it at "highest"
+# The precisions of each. Hopper's own kernels, with planes, are what jax_flash chooses.
+WAYS = {PORTABLE: ("default", "highest"), "float16": ("default",), "bfloat16": ("default",)}
+
+
+def cast(attention: Callable[..., jax.Array], dtype: str) -> Callable[..., jax.Array]:
+    """Attention in 16 bits, with inputs and results in float32."""
+
+    def in_dtype(*arrays: jax.Array) -> jax.Array:
+        return attention(*(x.astype(dtype) for x in arrays)).astype(jnp.float32)
+
+    return in_dtype
+
+
+@contextlib.contextmanager
+def kernels_of(way: str | None) -> Iterator[None]:
+    """A context in which only the kernels of a way run."""
+    if way != PORTABLE:
+        yield
+        return
+    jax_flash._library.set_test_settings("sm80")
+    try:
+        yield
+    finally:
+        jax_flash._library.set_test_settings()
 
 
 # ---- Options ----------------------------------------------------------------------------------------------
@@ -311,7 +365,7 @@ def inputs(shape: Shape) -> Inputs:
     ours, theirs = option_arguments(shape)
     if shape.option == BIAS_GRADIENT:
         return Inputs((q, k, v, ours["bias"]), {}, {}, dout)
-    return Inputs((q, k, v), ours, theirs, dout)
+    return Inputs((q, k, v), ours, None if shape.way else theirs, dout)
 
 
 def compile_programs(names: Sequence[str], shape: Shape) -> dict[str, Programs]:
@@ -412,13 +466,19 @@ def reference(shape: Shape, operands: Inputs) -> dict[str, np.ndarray]:
     """Output and gradients of the last head of the last sequence, which a wrong offset misses, in float64."""
     if shape.option is not None:
         return option_reference(shape, operands)
+    return plain_reference(shape, *operands.differentiated, operands.dout)
+
+
+def plain_reference(
+    shape: Shape, q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array
+) -> dict[str, np.ndarray]:
+    """The same without an option."""
     group = shape.num_heads // shape.kv_heads
-    q, k, v = operands.differentiated
     return measure.reference_head(
         q[-1, :, -group:],
         k[-1, :, -1],
         v[-1, :, -1],
-        operands.dout[-1, :, -group:],
+        dout[-1, :, -group:],
         is_causal=shape.is_causal,
         window=shape.window,
     )
@@ -480,6 +540,16 @@ def usable(program: jax.stages.Compiled | Exception) -> jax.stages.Compiled:
 
 def judge(shape: Shape, got: dict[str, jax.Array], expected: dict[str, np.ndarray]) -> measure.Json:
     """The errors in the last head of the last sequence, and whether they are within tolerance."""
+    errors = errors_of(shape, got, expected)
+    dtype = shape.dtype if shape.way in (None, PORTABLE) else shape.way
+    kind, limit = measure.tolerance(dtype, shape.precision, shape.seq_len)
+    return {"errors": errors, "correct": all(error[kind] <= limit for error in errors.values())}  # NaN is not
+
+
+def errors_of(
+    shape: Shape, got: dict[str, jax.Array], expected: dict[str, np.ndarray]
+) -> dict[str, measure.Json]:
+    """The errors in the last head of the last sequence."""
     group = shape.num_heads // shape.kv_heads
     heads = {"out": group, "dq": group, "dk": 1, "dv": 1}
     errors = {}
@@ -487,8 +557,7 @@ def judge(shape: Shape, got: dict[str, jax.Array], expected: dict[str, np.ndarra
         head = value[0, -1] if name == "dbias" else value[-1, :, -heads[name] :]
         head = head.reshape(expected[name].shape)
         errors[name] = measure.compare(head, expected[name])
-    kind, limit = measure.tolerance(shape.dtype, shape.precision, shape.seq_len)
-    return {"errors": errors, "correct": all(error[kind] <= limit for error in errors.values())}  # NaN is not
+    return errors
 
 
 def matmul_ceiling(timer: Timer, size: int = 8192) -> measure.Json:
@@ -501,6 +570,54 @@ def matmul_ceiling(timer: Timer, size: int = 8192) -> measure.Json:
     return result | {"size": size, "dtype": "bfloat16"}
 
 
+# ---- Accuracy ---------------------------------------------------------------------------------------------
+
+TF32 = "xla, tf32"  # one product of numbers with 11 bits: a baseline for float32
+RESULTS_OF_STEP = ("out", "dq", "dk", "dv")
+
+
+def compared_in_accuracy(names: Sequence[str], shape: Shape) -> list[str]:
+    """Of the implementations, those that take the dtype, and the baseline."""
+    if shape.dtype != "float32":
+        return list(names)
+    return [name for name in names if name != "cudnn"] + ([TF32] if "xla" in names else [])
+
+
+def compile_results(name: str, shape: Shape) -> jax.stages.Compiled | Exception:
+    """The program q, k, v, dout -> out, dq, dk, dv, or the error in place of one that does not compile."""
+    attention = implementation("xla" if name == TF32 else name, shape)
+    precision = {OURS: shape.precision, TF32: "tensorfloat32"}.get(name, "highest")
+
+    def results(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> tuple[jax.Array, ...]:
+        out, pullback = jax.vjp(attention, q, k, v)
+        return out, *pullback(dout)
+
+    try:
+        operands = jax.eval_shape(functools.partial(inputs, shape))
+        with jax.default_matmul_precision(precision):
+            return jax.jit(results).lower(*operands.differentiated, operands.dout).compile()
+    except Exception as error:  # not supported, whatever the error's type
+        return error
+
+
+def measure_accuracy(shape: Shape, programs: dict[str, jax.stages.Compiled | Exception]) -> measure.Json:
+    """The errors of each implementation with one distribution of the inputs. Correct is what is finite."""
+    draw = measure.DISTRIBUTIONS[shape.option]
+    size = (4, shape.batch, shape.seq_len, shape.num_heads, shape.head_dim)
+    operands = tuple(draw(jax.random.key(0), size).astype(shape.dtype))
+    expected = plain_reference(shape, *operands)
+    results: dict[str, measure.Json] = {}
+    for name, program in programs.items():
+        try:
+            got = jax.block_until_ready(usable(program)(*operands))
+            errors = errors_of(shape, dict(zip(RESULTS_OF_STEP, got, strict=True)), expected)
+            is_finite = all(np.isfinite(error["max"]) for error in errors.values())
+            results[name] = {"errors": errors, "correct": is_finite}
+        except Exception as error:  # out of memory: continue with the others
+            results[name] = {"error": measure.reason(error)}
+    return dataclasses.asdict(shape) | {"results": results}
+
+
 # ---- Report -----------------------------------------------------------------------------------------------
 
 _COLUMNS = ("shape", "direction", OURS, "cudnn", "xla", "vs cudnn", "vs xla", "error", "check")
@@ -511,9 +628,12 @@ def table_header(unit: str) -> str:
     return f"\nSpeed in {unit}\n| " + " | ".join(_COLUMNS) + " |\n|" + " --- |" * len(_COLUMNS)
 
 
+def shape_of(cell: measure.Json) -> Shape:
+    return Shape(**{field.name: cell[field.name] for field in dataclasses.fields(Shape)})
+
+
 def table_row(cell: measure.Json, unit: str) -> str:
     """One row of the table: each implementation's speed, ours over theirs, and our largest relative error."""
-    shape = Shape(**{field.name: cell[field.name] for field in dataclasses.fields(Shape)})
 
     def speed(name: str) -> str:
         result = cell["results"].get(name)
@@ -530,8 +650,36 @@ def table_row(cell: measure.Json, unit: str) -> str:
     error = max((error["relative"] for error in ours.get("errors", {}).values()), default=float("nan"))
     verdict = "ok" if ours.get("correct") else "FAILED"
     return (
-        f"| {shape.describe()} | {cell['direction']} | {speed(OURS)} | {speed('cudnn')} | {speed('xla')} "
+        f"| {shape_of(cell).describe()} | {cell['direction']} | {speed(OURS)} | {speed('cudnn')} | {speed('xla')} "
         f"| {ratio('cudnn')} | {ratio('xla')} | {error:.1e} | {verdict} |"
+    )
+
+
+ACCURACY_NAMES = (OURS, "cudnn", "xla", TF32)
+
+
+def accuracy_header() -> str:
+    """The heading of the table of errors; `accuracy_rows` makes its rows."""
+    columns = ("shape", "", *ACCURACY_NAMES)
+    return f"\nError / of the worst row / largest\n| {' | '.join(columns)} |\n|{' --- |' * len(columns)}"
+
+
+def accuracy_rows(cell: measure.Json) -> str:
+    """A row for each result of a cell, with the errors of each implementation."""
+
+    def errors(name: str, result: str) -> str:
+        of_name = cell["results"].get(name)
+        if of_name is None:
+            return "-"
+        if "errors" not in of_name:
+            return "failed"
+        error = of_name["errors"][result]
+        return " / ".join(f"{error[kind]:.1e}" for kind in ("relative", "worst_row", "max"))
+
+    where = shape_of(cell).describe()
+    return "\n".join(
+        f"| {where} | {result} | {' | '.join(errors(name, result) for name in ACCURACY_NAMES)} |"
+        for result in RESULTS_OF_STEP
     )
 
 
@@ -555,10 +703,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--platform", choices=("gpu", "cpu"), help="default: gpu if there is one")
     parser.add_argument("--only", choices=DIRECTIONS, help="one direction")
     parser.add_argument(
-        "--section", nargs="+", metavar="NAME", help="standard, float32, long, options, memory, ..."
+        "--section", nargs="+", metavar="NAME", help="standard, float32, long, options, memory, accuracy, ..."
     )
     parser.add_argument(
-        "--option", metavar="NAME", help="in the section options: those whose name contains NAME"
+        "--option",
+        metavar="NAME",
+        help="in the sections options and accuracy: options and inputs whose name contains NAME",
     )
     parser.add_argument("--head-dim", type=int, nargs="+", metavar="H")
     parser.add_argument("--seq-len", type=int, nargs="+", metavar="T")
@@ -603,6 +753,7 @@ class Report:
         self.start = time.monotonic()
         self.cells: list[measure.Json] = []
         self.memory: list[measure.Json] = []
+        self.accuracy: list[measure.Json] = []
         self.left_out: list[str] = []
         self.extra: measure.Json = {
             "environment": facts,
@@ -613,25 +764,38 @@ class Report:
         seconds = round(time.monotonic() - self.start, 1)
         figures = self.extra | {
             "seconds": seconds, "left_out": self.left_out, "cells": self.cells, "memory": self.memory,
+            "accuracy": self.accuracy,
         }  # fmt: skip
         measure.save(figures, self.output)
 
     def wrong(self) -> list[measure.Json]:
         """The cells in which jax_flash failed or was not close to the reference."""
-        return [cell for cell in self.cells if not cell["results"].get(OURS, {}).get("correct")]
+        cells = self.cells + self.accuracy
+        return [cell for cell in cells if not cell["results"].get(OURS, {}).get("correct")]
+
+    def shortcomings(self) -> list[str]:
+        """The cells in which jax_flash is slower than an alternative or has no figure."""
+        return measure.shortcomings(
+            (f"{shape_of(cell).describe()}, {cell['direction']}", cell["results"]) for cell in self.cells
+        )
+
+    def is_good(self) -> bool:
+        return not (self.wrong() or self.left_out or self.shortcomings())
 
     def summary(self) -> str:
-        """Details of the long sequences, and every reason for a missing figure."""
+        """Details of the long sequences, every reason for a missing figure, and the figures below 1."""
         lines = []
         for cell in self.cells:
             if cell["section"] == "long":
                 precision = f"{cell['precision']} " if cell["precision"] else ""
                 lines.append(f"{cell['seq_len']} keys, {cell['dtype']}, {precision}{cell['direction']}:")
                 lines += [f"  {name}: {_describe(result)}" for name, result in cell["results"].items()]
-        lines += [f"no figure for {line}" for line in failures(self.cells + self.memory)]
+        lines += [f"no figure for {line}" for line in failures(self.cells + self.memory + self.accuracy)]
         lines += [f"left out: {line}" for line in self.left_out]
+        lines += self.shortcomings()
         seconds = time.monotonic() - self.start
-        lines.append(f"{len(self.cells)} cells in {seconds:.0f} s, {len(self.wrong())} wrong or failed")
+        number = len(self.cells) + len(self.accuracy)
+        lines.append(f"{number} cells in {seconds:.0f} s, {len(self.wrong())} wrong or failed")
         return "\n".join(lines)
 
 
@@ -654,7 +818,8 @@ def sweep(
             report.left_out.append(f"{shape.describe()}: out of time")
             continue
         try:
-            with measure.float64_enabled() if shape.dtype == "float64" else contextlib.nullcontext():
+            wide = measure.float64_enabled() if shape.dtype == "float64" else contextlib.nullcontext()
+            with wide, kernels_of(shape.way):
                 cells = run_shape(shape, names, directions, timer)
         except Exception as error:  # a failing shape must not stop the others
             report.left_out.append(f"{shape.describe()}: {measure.reason(error)}")
@@ -677,6 +842,28 @@ def memory_sweep(report: Report, shapes: Sequence[Shape], names: Sequence[str], 
         report.memory.append(dataclasses.asdict(shape) | {"results": results})
         sizes = ", ".join(f"{name} {megabytes(result.get('bytes'))}" for name, result in results.items())
         print(f"{shape.describe()}: {sizes}", flush=True)
+        report.save()
+
+
+def accuracy_sweep(report: Report, shapes: Sequence[Shape], names: Sequence[str], timer: Timer) -> None:
+    """Prints the errors of each shape. A program serves all distributions of the inputs."""
+    print(accuracy_header(), flush=True)
+    for plain, group in itertools.groupby(shapes, lambda shape: dataclasses.replace(shape, option=None)):
+        chosen_names = compared_in_accuracy(names, plain)
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            compiled = pool.map(functools.partial(compile_results, shape=plain), chosen_names)
+            programs = dict(zip(chosen_names, compiled, strict=True))
+        for shape in group:
+            if timer.is_over():
+                report.left_out.append(f"accuracy of {shape.describe()}: out of time")
+                continue
+            try:
+                cell = measure_accuracy(shape, programs)
+            except Exception as error:  # a failing shape must not stop the others
+                report.left_out.append(f"accuracy of {shape.describe()}: {measure.reason(error)}")
+                continue
+            report.accuracy.append(cell)
+            print(accuracy_rows(cell), flush=True)
         report.save()
 
 
@@ -703,7 +890,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     shapes = chosen(gpu_shapes() if on_gpu else cpu_shapes(), options)
     memory = [] if options.only else chosen(memory_shapes(on_gpu), options)
-    if not (shapes or memory):
+    accuracy = [] if options.only else chosen(accuracy_shapes(on_gpu), options)
+    if not (shapes or memory or accuracy):
         print("No shape passes the filters.", file=sys.stderr)
         return 2
     whole = options.peers is None and not any(
@@ -728,6 +916,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sweep(report, shapes, names, directions, timer)
     if memory:
         memory_sweep(report, memory, names, timer)
+    if accuracy:
+        accuracy_sweep(report, accuracy, names, timer)
     report.save()
     print("\n" + report.summary(), flush=True)
     if output is not None:
@@ -739,7 +929,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"plot: {plot.draw(output)}", flush=True)
             except ImportError as error:
                 print(f"no plot: {error}", flush=True)
-    return 1 if report.wrong() or report.left_out else 0
+    return 0 if report.is_good() else 1
 
 
 if __name__ == "__main__":

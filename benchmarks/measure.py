@@ -1,4 +1,4 @@
-"""Tools for benchmarks: timing, memory, a float64 reference, facts about the machine."""
+"""Tools for benchmarks: timing, inputs, memory, a float64 reference, verdicts, facts about the machine."""
 
 import contextlib
 import datetime as dt
@@ -13,7 +13,7 @@ import re
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -21,6 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 Json = dict[str, Any]
+
+OURS = "jax_flash"  # among the names of results; the others are alternatives
+SOMETHING_ELSE = 0.1  # a larger relative error is not one of rounding
 
 
 # ---- Time -------------------------------------------------------------------------------------------------
@@ -94,6 +97,43 @@ def random_lengths(total: int, count: int) -> tuple[int, ...]:
     """Lengths of the parts of a row cut at random places; the same lengths at every call."""
     cuts = np.sort(np.random.default_rng(0).choice(total - 1, min(count, total) - 1, replace=False)) + 1
     return tuple(np.diff([0, *cuts, total]).tolist())
+
+
+def _growing(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    seq_len = shape[-3]
+    return jax.random.normal(key, shape) * (2 / seq_len * jnp.arange(1, seq_len + 1))[:, None, None]
+
+
+def _rows_spanning(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    keys = jax.random.split(key)
+    return jax.random.normal(keys[0], shape) * 2 ** jax.random.uniform(
+        keys[1], (*shape[:-1], 1), minval=-20, maxval=0
+    )
+
+
+def _columns_spanning(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jax.random.normal(key, shape) * 2 ** -jnp.linspace(0, 20, shape[-1])
+
+
+def _huge_key(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jax.random.normal(key, shape).at[1, :, shape[-3] // 2].multiply(2**10)
+
+
+def _equal_keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    x = jax.random.normal(key, shape)
+    return x.at[1].set(x[1, :, :1])
+
+
+# Functions of a random key and the shape [4, B, T, N, H] of q, k, v and dout, which have the same lengths and heads.
+DISTRIBUTIONS: dict[str, Callable[[jax.Array, tuple[int, ...]], jax.Array]] = {
+    "normal": jax.random.normal,
+    "uniform": jax.random.uniform,  # all positive, so errors of one sign add up
+    "growing": _growing,  # along the sequence
+    "rows span 2^20": _rows_spanning,
+    "columns span 2^20": _columns_spanning,
+    "one huge key": _huge_key,  # about half of the rows see nothing else
+    "equal keys": _equal_keys,  # dq is 0 but for rounding, so its relative errors mean nothing
+}
 
 
 # ---- Memory -----------------------------------------------------------------------------------------------
@@ -208,11 +248,18 @@ def _reference_head(q, k, v, dout, *, is_causal: bool, window: tuple[int, int] |
 
 
 def compare(got: jax.Array, expected: np.ndarray) -> Json:
-    """Relative error in the Frobenius norm, and the largest error over max(1, largest value)."""
+    """Relative errors in the Frobenius norm and of the worst row, and the largest error over max(1, largest value).
+
+    A row is what the last axis has. One that is 0 but for rounding, as dq of a query that sees one key, has no relative
+    error and does not count.
+    """
     error = np.asarray(got).astype(np.float64) - expected
+    rows, rows_of_error = (np.linalg.norm(x, axis=-1) for x in (expected, error))
+    counted = rows > 1e-13 * np.max(rows)
     return {
         "relative": float(np.linalg.norm(error) / max(np.linalg.norm(expected), 1e-300)),
         "max": float(np.max(np.abs(error)) / max(1.0, np.max(np.abs(expected)))),
+        "worst_row": float(np.max(rows_of_error[counted] / rows[counted], initial=0)),
     }
 
 
@@ -223,6 +270,37 @@ def tolerance(dtype: str, precision: str | None, seqlen_kv: int) -> tuple[str, f
     if dtype == "float32" and precision == "highest":
         return "max", 2e-6 * math.sqrt(seqlen_kv)
     return "relative", {"bfloat16": 8e-3, "float16": 1.5e-3, "float32": 1.5e-3}[dtype]
+
+
+# ---- Verdicts ---------------------------------------------------------------------------------------------
+
+
+def fastest_alternative(results: dict[str, Json]) -> tuple[str | None, float | None]:
+    """The fastest alternative, and the ratio of its time to that of jax_flash; None for what has no figure.
+
+    An alternative that computes something else does not count.
+    """
+    times = {
+        name: result["ms"]
+        for name, result in results.items()
+        if name != OURS
+        and result.get("ms") is not None
+        and all(error["relative"] <= SOMETHING_ELSE for error in result.get("errors", {}).values())
+    }
+    fastest, own = min(times, key=times.get, default=None), results.get(OURS, {}).get("ms")
+    return fastest, times[fastest] / own if own and fastest else None
+
+
+def shortcomings(cells: Iterable[tuple[str, dict[str, Json]]]) -> list[str]:
+    """Of the results of named cells, those in which jax_flash is slower than an alternative or has no figure."""
+    lines = []
+    for where, results in cells:
+        fastest, ratio = fastest_alternative(results)
+        if results[OURS].get("ms") is None:
+            lines.append(f"no figure: {where}: {results[OURS]['error']}")
+        elif ratio is not None and ratio < 1:
+            lines.append(f"below 1: {where}: {ratio:.3f} ({fastest})")
+    return lines
 
 
 # ---- Machine and results ----------------------------------------------------------------------------------

@@ -125,9 +125,9 @@ def _memory(axes: Axes, shapes: list[Json], names: list[str]) -> None:
 
 
 def _bars(axes: Axes, cells: list[Json], names: list[str]) -> None:
-    """float32 at the longest length measured, for each precision and direction."""
-    longest = max(cell["seq_len"] for cell in cells)
-    cells = [cell for cell in cells if cell["seq_len"] == longest]
+    """float32 at the longest length and the largest head dim measured, for each precision and direction."""
+    largest, longest = max((cell["head_dim"], cell["seq_len"]) for cell in cells)
+    cells = [cell for cell in cells if (cell["head_dim"], cell["seq_len"]) == (largest, longest)]
     names = [name for name in names if any("tflops" in cell["results"].get(name, {}) for cell in cells)]
     width = 0.8 / max(len(names), 1)
     for position, cell in enumerate(cells):
@@ -135,7 +135,7 @@ def _bars(axes: Axes, cells: list[Json], names: list[str]) -> None:
             speed = cell["results"].get(name, {}).get("tflops", 0)
             axes.bar(position + (offset + 0.5) * width - 0.4, speed, width, color=COLORS[name])
     axes.set_xticks(range(len(cells)), [f"{c['precision']}\n{c['direction']}" for c in cells])
-    axes.set_title(f"float32, T = {_length(longest)}, H = {cells[0]['head_dim']}, full")
+    axes.set_title(f"float32, T = {_length(longest)}, H = {largest}, full")
     axes.set_ylabel("TFLOP/s")
     axes.grid(axis="y", alpha=0.3)
 

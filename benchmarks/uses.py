@@ -44,14 +44,13 @@ import jax
 import jax.numpy as jnp
 import measure
 import numpy as np
+from measure import OURS
 
 import jax_flash
 
 RESULTS = pathlib.Path(__file__).parent / "results"
-OURS = "jax_flash"
 PEERS = ("cudnn", "xla")
 DIRECTIONS = ("forward", "training")
-SOMETHING_ELSE = 0.1  # a larger relative error is not one of rounding
 NUM_CHECKED = 64  # sequences whose results are compared: the last ones
 
 Arrays = dict[str, Any]
@@ -113,10 +112,10 @@ class Use:
         return tuple(sizes[letter] for letter in letters)
 
     def divided(self, divisor: int) -> "Use":
-        """The use with a smaller batch and shorter sequences and windows."""
+        """The use with a smaller batch, shorter sequences and windows, and fewer segments; by 1 the use itself."""
 
-        def part(size: int) -> int:
-            return max(min(size, 4), size // divisor)
+        def part(size: int, least: int = 4) -> int:
+            return max(min(size, least), size // divisor)
 
         return dataclasses.replace(
             self,
@@ -124,7 +123,7 @@ class Use:
             seqlen_q=part(self.seqlen_q),
             seqlen_kv=self.seqlen_kv and part(self.seqlen_kv),
             window=self.window and (part(self.window[0]), part(self.window[1])),
-            num_segments=self.num_segments and min(self.num_segments, 3),
+            num_segments=self.num_segments and part(self.num_segments, least=3),
             page_size=self.page_size and part(self.page_size),
         )
 
@@ -149,6 +148,8 @@ class Use:
 
 
 LLAMA = dict(num_kv_heads=8, num_heads=32, head_dim=128)
+LLAMA_70B = dict(num_kv_heads=8, num_heads=64, head_dim=128)
+MULTI_QUERY = dict(num_kv_heads=1, num_heads=32, head_dim=128)
 GEMMA = dict(num_kv_heads=8, num_heads=16, head_dim=256)
 GEMMA_GLOBAL = dict(num_kv_heads=4, num_heads=8, head_dim=512)
 GPT_OSS = dict(num_kv_heads=8, num_heads=64, head_dim=64)
@@ -164,7 +165,14 @@ USES = (
     Use("msa_row", "rows of an alignment", 256, 384, 8, 32, bias="1NTS"),
     Use("alphafold_512_h16", "AlphaFold", 512, 512, 4, 16, bias="1NTS", mask="B11S"),
     Use("alphafold_512_h32", "AlphaFold", 512, 512, 4, 32, bias="1NTS", mask="B11S"),
+    Use("alphafold_1024_h16", "AlphaFold", 1024, 1024, 4, 16, bias="1NTS", mask="B11S"),
     Use("alphafold_1024_h32", "AlphaFold", 1024, 1024, 4, 32, bias="1NTS", mask="B11S"),
+    Use("alphafold_2048_h16", "AlphaFold", 2048, 2048, 4, 16, bias="1NTS", mask="B11S"),
+    Use("alphafold_2048_h32", "AlphaFold", 2048, 2048, 4, 32, bias="1NTS", mask="B11S"),
+    Use(
+        "alphafold_rows_h16", "AlphaFold: some rows of 5,120", 128, 5120, 4, 16, bias="1NTS", mask="B11S",
+        is_trained=False,
+    ),
     Use(
         "alphafold_rows", "AlphaFold: some rows of 5,120", 128, 5120, 4, 32, bias="1NTS", mask="B11S",
         is_trained=False,
@@ -208,6 +216,14 @@ USES = (
     Use("decode_512", "decoding, Gemma 4", 32, 1, **GEMMA_GLOBAL, seqlen_kv=8192, **CACHE),
     Use("decode_sinks", "decoding, GPT-OSS", 64, 1, **GPT_OSS, seqlen_kv=8192, has_sinks=True, **CACHE),
     Use("speculative", "speculative decoding", 16, 4, **LLAMA, seqlen_kv=8192, is_causal=True, **CACHE),
+    Use(
+        "speculative_16", "speculative decoding", 16, 16, **LLAMA_70B, seqlen_kv=8192, is_causal=True,
+        **CACHE,
+    ),
+    Use(
+        "speculative_multi_query", "speculative decoding", 16, 4, **MULTI_QUERY, seqlen_kv=8192,
+        is_causal=True, **CACHE,
+    ),
     Use("chunk", "a part of a prompt", 1, 512, **LLAMA, seqlen_kv=32768, is_causal=True, **CACHE),
     Use("chunk_full", "a part of a prompt", 1, 512, **LLAMA, seqlen_kv=32768, **CACHE),
 )  # fmt: skip
@@ -395,7 +411,7 @@ def judge(use: Use, name: str, got: Arrays, expected: Arrays) -> measure.Json:
         result: measure.compare(last_key_head(use, result, x)[-NUM_CHECKED:], expected[result])
         for result, x in got.items()
     }
-    kind, limit = "relative", SOMETHING_ELSE
+    kind, limit = "relative", measure.SOMETHING_ELSE
     if name == OURS:
         kind, limit = measure.tolerance(use.dtype, use.precision, use.num_keys)
     wrong = [f"{result} {error[kind]:.1e}" for result, error in errors.items() if not error[kind] <= limit]
@@ -467,10 +483,7 @@ def measure_use(use: Use, names: Sequence[str], timer: Timer) -> measure.Json:
 
 def compared(results: dict[str, measure.Json]) -> measure.Json:
     """The results of one direction, with the fastest alternative and the ratio of its time to that of jax_flash."""
-    times = {name: result["ms"] for name, result in results.items() if result["ms"] is not None}
-    own = times.pop(OURS, None)
-    fastest = min(times, key=times.get, default=None)
-    ratio = times[fastest] / own if own and fastest else None
+    fastest, ratio = measure.fastest_alternative(results)
     return {"results": results, "fastest_alternative": fastest, "ratio": ratio}
 
 
@@ -514,15 +527,11 @@ def table(rows: Iterable[measure.Json]) -> str:
 
 def shortcomings(rows: Iterable[measure.Json]) -> list[str]:
     """The figures in which jax_flash is slower than an alternative, and those that it lacks."""
-    lines = []
-    for row in rows:
-        for direction in directions_of(row):
-            cell, where = row[direction], f"{row['name']}, {direction}"
-            if cell["results"][OURS]["ms"] is None:
-                lines.append(f"no figure: {where}: {cell['results'][OURS]['error']}")
-            elif cell["ratio"] is not None and cell["ratio"] < 1:
-                lines.append(f"below 1: {where}: {cell['ratio']:.3f} ({cell['fastest_alternative']})")
-    return lines
+    return measure.shortcomings(
+        (f"{row['name']}, {direction}", row[direction]["results"])
+        for row in rows
+        for direction in directions_of(row)
+    )
 
 
 def refusals(rows: Iterable[measure.Json]) -> list[str]:

@@ -3,6 +3,7 @@ r"""Times a training step of a decoder-only transformer with three implementatio
     python examples/training_step.py  # 362 million parameters, on a GPU
     python examples/training_step.py --depth 2 --width 256 --seq-len 512 --batch 1 \
         --attention jax_flash xla
+    python examples/training_step.py --output FILE  # settings, times, memory and all losses, as JSON
     python examples/training_step.py --context-parallel 2 --seq-len 65536 --checkpoint  # on two GPUs
 
 The model is a GPT in bfloat16 with grouped-query attention and head dim 128. Forward pass, backward pass and AdamW
@@ -19,6 +20,8 @@ the log-sum-exp are kept, which is what its backward kernels need, so its forwar
 
 import argparse
 import functools
+import json
+import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -118,7 +121,7 @@ def make_step(model: Transformer, optimizer: optax.GradientTransformation) -> Ca
 
 
 def measure(attention: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The median step's seconds, the GiB of the program on a device, the losses, and the parameter count."""
+    """Seconds of the timed steps, the GiB of the program on a device, all losses, and the parameter count."""
     number = options.context_parallel
     mesh = Mesh(np.array(jax.devices()[:number]), ("sequence",))
     on_all, in_shards = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "sequence"))
@@ -145,7 +148,7 @@ def measure(attention: str, options: argparse.Namespace) -> dict[str, Any]:
         losses.append(float(loss))
         seconds.append(time.perf_counter() - start)
     return {
-        "seconds": float(np.median(seconds[2:])),
+        "seconds": seconds[2:],
         "gibibytes": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30,
         "losses": losses,
         "parameters": sum(x.size for x in jax.tree.leaves(params)),
@@ -173,6 +176,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--context-parallel", type=int, default=1, metavar="N", help="devices that share a sequence"
     )
     parser.add_argument("--checkpoint", action="store_true", help="compute layers again in the backward pass")
+    parser.add_argument(
+        "--output", type=pathlib.Path, metavar="FILE", help="JSON file with settings and results"
+    )
     options = parser.parse_args(arguments)
     number, available = options.context_parallel, len(jax.devices())
     if not 1 <= number <= available:
@@ -194,16 +200,26 @@ def main() -> None:
         f"{options.width // HEAD_DIM}/{options.num_kv_heads} heads of {HEAD_DIM}",
         flush=True,
     )
+    results: dict[str, dict[str, Any]] = {}
     for attention in options.attention:
         try:
-            result = measure(attention, options)
+            results[attention] = result = measure(attention, options)
         except Exception as error:  # not supported or out of memory: try the others
-            print(f"{attention:>10}: {str(error).strip().splitlines()[0][:100]}", flush=True)
+            results[attention] = {"error": str(error).strip().splitlines()[0][:100]}
+            print(f"{attention:>10}: {results[attention]['error']}", flush=True)
             continue
+        milliseconds = 1e3 * np.median(result["seconds"])
         print(
-            f"{attention:>10}: {1e3 * result['seconds']:8.1f} ms per step, {result['gibibytes']:6.2f} GiB, loss "
+            f"{attention:>10}: {milliseconds:8.1f} ms per step, {result['gibibytes']:6.2f} GiB, loss "
             f"{result['losses'][0]:.4f} to {result['losses'][-1]:.4f}, {result['parameters'] / 1e6:.0f} M parameters",
             flush=True,
+        )
+    if options.output is not None:
+        settings = {name: x for name, x in vars(options).items() if name not in ("attention", "output")}
+        device = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(
+            json.dumps(device | {"settings": settings, "results": results}, indent=1) + "\n"
         )
 
 

@@ -21,12 +21,160 @@ BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 # ---- Standard shapes --------------------------------------------------------------------------------------------
 
 
-def test_filters_that_no_shape_passes(monkeypatch, capsys):
+@pytest.fixture
+def attention(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "TF_CPP_MIN_LOG_LEVEL"):
         monkeypatch.setenv(name, "0")  # the script sets them, and this is undone
-    assert importlib.import_module("attention").main(["--head-dim", "63"]) == 2
+    return importlib.import_module("attention")
+
+
+def run_attention(attention, folder: pathlib.Path, *arguments: str) -> tuple[int, dict]:
+    """The exit status, and the result file."""
+    file = folder / "attention.json"
+    status = attention.main([*arguments, "--no-plot", "--output", str(file)])
+    return status, json.loads(file.read_text())
+
+
+def test_filters_that_no_shape_passes(attention, capsys):
+    assert attention.main(["--head-dim", "63"]) == 2
     assert "No shape passes the filters." in capsys.readouterr().err
+
+
+def test_ways_to_compute_float32(attention, monkeypatch, tmp_path, capsys):
+    """Of the 16-bit ones the results; of the portable kernels, which a CPU lacks, that they are chosen."""
+    shapes = [x for x in attention.gpu_shapes() if x.section == "ways"]
+    assert {x.way for x in shapes} == {"portable kernels", "float16", "bfloat16"}
+    small = [
+        dataclasses.replace(x, seq_len=64, num_heads=2, head_dim=16)
+        for x in shapes
+        if x.way != attention.PORTABLE
+    ]
+    for name in ("gpu_shapes", "cpu_shapes"):
+        monkeypatch.setattr(attention, name, lambda: iter(small))
+    quickly = ("--rounds", "1", "--warmup-ms", "0.1", "--slice-ms", "0.1")
+    status, report = run_attention(attention, tmp_path, "--section", "ways", *quickly)
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    errors = {}
+    for cell in report["cells"]:
+        assert set(cell["results"]) == {"jax_flash"}
+        result = cell["results"]["jax_flash"]
+        assert result["ms"] > 0
+        errors[cell["way"], cell["direction"]] = max(x["relative"] for x in result["errors"].values())
+    for direction in attention.DIRECTIONS:
+        assert 1e-4 < errors["float16", direction] < errors["bfloat16", direction] / 4
+    assert "| 4 x 64 x 2 x 16 full float32 default by float16 | forward |" in printed
+
+    settings = []
+    monkeypatch.setattr(jax_flash._library, "set_test_settings", lambda *x: settings.append(x))
+    with attention.kernels_of(None), attention.kernels_of("float16"):
+        assert settings == []
+    with attention.kernels_of(attention.PORTABLE):
+        assert settings == [("sm80",)]
+    assert settings == [("sm80",), ()]
+
+
+def test_accuracy(attention, monkeypatch, tmp_path, capsys):
+    shapes = attention.accuracy_shapes
+
+    def small(on_gpu: bool):
+        return (dataclasses.replace(x, seq_len=64, num_heads=2, head_dim=16) for x in shapes(on_gpu))
+
+    monkeypatch.setattr(attention, "accuracy_shapes", small)
+    status, report = run_attention(attention, tmp_path, "--section", "accuracy", "--option", "key")
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    cells = report["accuracy"]
+    assert [cell["option"] for cell in cells] == 4 * ["one huge key", "equal keys"]
+    assert report["cells"] == []
+    for cell in cells:
+        names = {"jax_flash", "xla"} | ({"xla, tf32"} if cell["dtype"] == "float32" else set())
+        assert set(cell["results"]) - {"cudnn"} == names
+        ours = cell["results"]["jax_flash"]["errors"]
+        assert set(ours) == {"out", "dq", "dk", "dv"}
+        if cell["option"] == "equal keys":  # with a huge key, 11 bits are not enough for the logits
+            kind, limit = attention.measure.tolerance(cell["dtype"], cell["precision"], cell["seq_len"])
+            assert ours["dk"][kind] <= limit
+            assert 0 < ours["out"]["worst_row"] < 0.1
+    assert len([line for line in printed.splitlines() if line.startswith("|")]) == 2 + 4 * len(cells)
+
+
+def test_accuracy_without_a_result_fails(attention, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(jax_flash, "flash_attention", lambda *_, **__: 1 / 0)
+    arguments = ("--section", "accuracy", "--option", "normal", "--peers", "", "--quick")
+    status, report = run_attention(attention, tmp_path, *arguments)
+    assert status == 1
+    assert len(report["accuracy"]) == 1
+    assert "no figure for jax_flash: ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_distributions(attention):
+    """They are what their names say."""
+    size = (4, 1, 64, 2, 16)
+    drawn = {
+        name: np.asarray(draw(jax.random.key(0), size))
+        for name, draw in attention.measure.DISTRIBUTIONS.items()
+    }
+    for name, x in drawn.items():
+        assert x.shape == size, name
+        assert np.isfinite(x).all(), name
+    assert drawn["uniform"].min() >= 0
+
+    def spread(name: str, axes: tuple[int, ...]) -> float:
+        of_axis = np.sqrt(np.mean(drawn[name] ** 2, axis=axes))
+        return of_axis.max() / of_axis.min()
+
+    assert spread("columns span 2^20", (0, 1, 2, 3)) > 2**18
+    assert spread("rows span 2^20", (4,)) > 2**18
+    assert spread("growing", (0, 1, 3, 4)) > 2**5
+    sizes = np.linalg.norm(drawn["one huge key"][1], axis=-1)
+    assert (sizes > 100).sum() == 2  # one for each head
+    assert (drawn["equal keys"][1] == drawn["equal keys"][1, :, :1]).all()
+
+
+def test_errors_are_those_of_the_worst_row(attention):
+    exact = np.array([[3.0, 4.0], [3e-6, 4e-6], [0, 1e-16]])
+    got = exact + np.array([[0, 0.05], [0, 1e-6], [0, 1e-6]])  # the last row is 0 but for rounding
+    errors = attention.measure.compare(got, exact)
+    assert errors["worst_row"] == pytest.approx(0.2)
+    assert errors["relative"] == pytest.approx(0.01, rel=1e-3)
+    assert errors["max"] == pytest.approx(0.05 / 4)
+    assert attention.measure.compare(exact, exact)["worst_row"] == 0
+    assert np.isnan(attention.measure.compare(np.where(exact > 3, np.nan, exact), exact)["worst_row"])
+
+
+@pytest.mark.parametrize(
+    ("times", "error", "status", "verdict"),
+    [
+        ((1.0, 1.1, 1.5), 0.01, 0, None),
+        ((1.0, 1.1, 0.8), 0.01, 1, "below 1: 4 x 64 x 2 x 16 full bfloat16, forward: 0.800 (xla)"),
+        ((1.0, 1.1, 0.8), 0.2, 0, None),  # XLA computes something else
+        ((1.0, None, None), 0.01, 0, None),
+        ((None, 1.1, 0.8), 0.01, 1, "no figure: 4 x 64 x 2 x 16 full bfloat16, forward: no kernel"),
+    ],
+)
+def test_verdict_of_standard_shapes(attention, monkeypatch, tmp_path, capsys, times, error, status, verdict):
+    def measured(shape, names, directions, timer):
+        results = {
+            name: {"error": "no kernel"} if ms is None else {"ms": ms, "tflops": 1 / ms}
+            for name, ms in zip(("jax_flash", "cudnn", "xla"), times, strict=True)
+        }
+        results["jax_flash"]["correct"] = True
+        results["xla"]["errors"] = {"out": {"relative": error}}
+        return [dataclasses.asdict(shape) | {"direction": "forward", "results": results, "ratio": {}}]
+
+    monkeypatch.setattr(attention, "run_shape", measured)
+    for name in ("gpu_shapes", "cpu_shapes"):
+        monkeypatch.setattr(attention, name, lambda: iter([attention.Shape("standard", 4, 64, 2, 16)]))
+    got, report = run_attention(attention, tmp_path, "--section", "standard")
+    printed = capsys.readouterr().out
+    assert got == status
+    assert len(report["cells"]) == 1
+    if verdict:
+        assert verdict in printed.splitlines()
+    else:
+        assert "below 1: " not in printed
 
 
 # ---- What people use attention for ------------------------------------------------------------------------------
@@ -64,6 +212,15 @@ def check(uses, row: dict) -> None:
             result = row[direction]["results"][name]
             assert "error" not in result, (row["name"], direction, name, result)
             assert result["ms"] > 0
+
+
+def test_sizes_divided_by_one(uses):
+    for use in uses.USES:
+        assert use.divided(1) == use
+
+
+def test_names_are_unique(uses):
+    assert len({use.name for use in uses.USES}) == len(uses.USES)
 
 
 def test_some_uses(platform, uses, tmp_path, capsys):
@@ -145,13 +302,13 @@ def test_refused_alternative_has_a_reason(uses, monkeypatch, tmp_path, capsys):
         raise NotImplementedError("Unsupported sequence length.")
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", refuse)
-    status, rows = run(uses, tmp_path, "speculative")
+    status, rows = run(uses, tmp_path, "decode_window")
     assert status == 0
-    assert rows["speculative"]["forward"]["results"]["xla"] == {
+    assert rows["decode_window"]["forward"]["results"]["xla"] == {
         "ms": None,
         "error": "NotImplementedError: Unsupported sequence length.",
     }
-    assert "xla: NotImplementedError: Unsupported sequence length. [speculative]" in capsys.readouterr().out
+    assert "xla: NotImplementedError: Unsupported sequence length. [decode_window]" in capsys.readouterr().out
 
 
 def test_wrong_result_fails(uses, monkeypatch, tmp_path, capsys):
@@ -162,17 +319,17 @@ def test_wrong_result_fails(uses, monkeypatch, tmp_path, capsys):
         return out if implementation else 1.05 * out
 
     monkeypatch.setattr(jax_flash, "flash_attention", wrong)
-    status, _ = run(uses, tmp_path, "speculative")
+    status, _ = run(uses, tmp_path, "decode_window")
     assert status == 1
-    assert "no figure: speculative, forward: wrong result" in capsys.readouterr().out
+    assert "no figure: decode_window, forward: wrong result" in capsys.readouterr().out
 
 
 def test_use_that_cannot_be_measured_fails(uses, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(uses, "lower_reference", lambda *_: 1 / 0)
-    status, rows = run(uses, tmp_path, "speculative")
+    status, rows = run(uses, tmp_path, "decode_window")
     assert status == 1
     assert rows == {}
-    assert "left out: speculative: ZeroDivisionError" in capsys.readouterr().out
+    assert "left out: decode_window: ZeroDivisionError" in capsys.readouterr().out
 
 
 def test_unknown_name(uses, capsys):

@@ -1,6 +1,7 @@
 """The examples run, at a small size."""
 
 import importlib.util
+import json
 import pathlib
 import re
 
@@ -71,15 +72,26 @@ def test_meanflow_from_the_command_line(monkeypatch, capsys):
 
 
 @pytest.mark.exhaustive
-def test_training_step_from_the_command_line(monkeypatch, capsys):
+def test_training_step_from_the_command_line(monkeypatch, tmp_path, capsys):
     """Both attentions give the same loss in the first step; cuDNN's without a GPU is an error of one line."""
-    argv = "training_step.py --depth 1 --width 256 --num-kv-heads 1 --seq-len 32 --batch 1 --steps 1"
-    monkeypatch.setattr("sys.argv", argv.split())
+    file = tmp_path / "step.json"
+    argv = "training_step.py --depth 1 --width 256 --num-kv-heads 1 --seq-len 32 --batch 1 --steps 1 --output"
+    monkeypatch.setattr("sys.argv", [*argv.split(), str(file)])
     load("training_step").main()
     lines = {line.split(":")[0].strip(): line for line in capsys.readouterr().out.splitlines()}
     losses = [float(re.search(r"loss ([0-9.]+)", lines[name])[1]) for name in ("jax_flash", "xla")]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-3)
     assert "cudnn" in lines
+
+    written = json.loads(file.read_text())
+    assert written["settings"]["seq_len"] == 32
+    assert written["device"] == jax.devices()[0].device_kind
+    assert set(written["results"]) == {"jax_flash", "cudnn", "xla"}
+    for name, loss in zip(("jax_flash", "xla"), losses, strict=True):
+        result = written["results"][name]
+        assert len(result["losses"]) == 3  # two for warm-up
+        assert len(result["seconds"]) == 1
+        np.testing.assert_allclose(result["losses"][0], loss, atol=1e-4)
 
 
 @pytest.mark.exhaustive
