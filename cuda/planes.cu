@@ -180,14 +180,20 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     // In two steps: the exponent may be that of a number which float32 cannot hold.
     const int exponent = scales.exponent(rows.array);
     const float first = power_of_two(exponent / 2), second = power_of_two(exponent - exponent / 2);
+    // A single plane rounds ties away from zero, like the portable kernels, which recompute its scores where
+    // planes do not hold the gradients. NaN and infinity, whose bits this may change, have failed already.
+    const bool is_single = rows.source.low == 0;
+    const uint32_t half = is_single ? 0x1000 : 0, kept_bits = is_single ? 0xffffe000 : 0xffffffff;
+    const auto scaled = [&](float x) {
+      return __uint_as_float((__float_as_uint(x) + half) & kept_bits) * first * second;
+    };
     rows.for_each([&](int i, int64_t offset) {
-      const uint2 rounded = {ptx::pack_f16(x[i].x * first * second, x[i].y * first * second),
-                             ptx::pack_f16(x[i].z * first * second, x[i].w * first * second)};
+      const float4 y = {scaled(x[i].x), scaled(x[i].y), scaled(x[i].z), scaled(x[i].w)};
+      const uint2 rounded = {ptx::pack_f16(y.x, y.y), ptx::pack_f16(y.z, y.w)};
       *reinterpret_cast<uint2*>(rows.source.plane + offset) = rounded;
-      if (rows.source.low == 0) return;
+      if (is_single) return;
       const float2 a = unpack<float16>(rounded.x), b = unpack<float16>(rounded.y);
-      const uint2 rest = {ptx::pack_f16(x[i].x * first * second - a.x, x[i].y * first * second - a.y),
-                          ptx::pack_f16(x[i].z * first * second - b.x, x[i].w * first * second - b.y)};
+      const uint2 rest = {ptx::pack_f16(y.x - a.x, y.y - a.y), ptx::pack_f16(y.z - b.x, y.w - b.y)};
       *reinterpret_cast<uint2*>(rows.source.plane + rows.source.low + offset) = rest;
     });
   }

@@ -54,6 +54,11 @@ def of_a_large_value(rng, q, k, v, dout):
     return q, k, v, dout
 
 
+def of_a_large_key(rng, q, k, v, dout):
+    k[:, 5] *= 2.0**15
+    return q * 2.0**-15, k, v, dout  # scores of thousands would leave nothing but rounding errors of dq
+
+
 def of_blocks(rng, q, k, v, dout):
     """Large and small magnitudes far from each other: rows of a query may all be small."""
     v[:, S // 2 :] *= 2.0**12
@@ -63,6 +68,7 @@ def of_blocks(rng, q, k, v, dout):
 
 INPUTS = {
     "normal": lambda rng, *arrays: arrays,
+    "uniform": lambda rng, *arrays: [rng.random(x.shape) for x in arrays],
     "sharp": lambda rng, q, *others: (8 * q, *others),
     "equal keys": lambda rng, q, k, v, dout: (q, np.repeat(k[:, :1], S, 1), v, dout),
     "far from 1": lambda rng, q, k, v, dout: (1e-8 * q, 1e8 * k, 1e-10 * v, 1e9 * dout),
@@ -71,6 +77,7 @@ INPUTS = {
     "columns": of_columns,
     "opposite columns": of_opposite_columns,
     "a large value": of_a_large_value,
+    "a large key": of_a_large_key,
     "blocks": of_blocks,
     "huge values": lambda rng, q, k, v, dout: (q, k, 1e33 * v, 1e-30 * dout),
     "zeros": lambda rng, q, k, v, dout: (0 * q, k, v, dout),
@@ -195,10 +202,28 @@ def test_portable_kernels_compute_what_planes_do_not_hold(name, form, platform):
         assert are_equal(got, portable, ["dk", "dv"] + ["dq"] * deterministic)
 
 
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_portable_kernels_recompute_the_scores_of_planes(head_dim, platform):
+    """Numbers of 12 bits, half of which are ties: the rows of p that the gradient recomputes have the sum 1."""
+
+    def round_to_12_bits(x):
+        fraction, exponent = np.frexp(x)
+        return np.ldexp(np.round(fraction * 2**12), exponent - 12).astype(np.float32)
+
+    rng = np.random.default_rng(0)
+    q, k, v = (round_to_12_bits(rng.standard_normal((1, length, 1, head_dim))) for length in (T, S, S))
+    dout = np.zeros_like(q)
+    rows = np.arange(head_dim)
+    dout[0, rows, 0, rows] = 1  # so dv[j, i] is p[i, j]
+    dv = run(1024 * q, k, v, dout)["dv"]  # planes do not hold the gradients of such large logits
+    np.testing.assert_allclose(dv[0, :, 0].sum(0), 1, rtol=1e-2)
+
+
 # What two planes hold, at "highest": numbers that differ by some powers of two less.
 OF_TWO_PLANES = {
     **{
-        name: INPUTS[name] for name in ("normal", "sharp", "equal keys", "far from 1", "huge values", "zeros")
+        name: INPUTS[name]
+        for name in ("normal", "uniform", "sharp", "equal keys", "far from 1", "huge values", "zeros")
     },
     "rows": lambda rng, q, k, v, dout: (
         q * powers(rng, T, 9),
