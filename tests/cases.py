@@ -15,8 +15,8 @@ DTYPES = {
     "float64": np.float64,
 }
 # Options that are arrays: operands of a jitted function, not part of the program. They are tuples of numbers, with the
-# dtype given here, or made by one of the classes below. Two names exist only in the tests: `alibi` is the slopes of a
-# bias, `dropout_seed` the seed of the dropout key.
+# dtype given here, or made by one of the classes below, as `scale` may be, too. Two names exist only in the tests:
+# `alibi` is the slopes of a bias, `dropout_seed` the seed of the dropout key.
 OPERANDS = {
     "query_seq_lengths": np.int32,
     "key_value_seq_lengths": np.int32,
@@ -69,7 +69,7 @@ class Case:
     @property
     def static(self) -> dict[str, Any]:
         """The options that are static under jit."""
-        return {name: value for name, value in self.options if name not in OPERANDS}
+        return {name: x for name, x in self.options if not _is_operand(name, x)}
 
     def operands(self, dtype: Any) -> dict[str, Any]:
         """The options that are arrays, the same in every run; floating-point ones may have the inputs' dtype."""
@@ -79,7 +79,11 @@ class Case:
                 return x.make(self, np.random.default_rng(zlib.crc32(f"{name} of {self}".encode())), dtype)
             return np.asarray(x, OPERANDS[name])
 
-        return {name: make(name, x) for name, x in self.options if name in OPERANDS}
+        return {name: make(name, x) for name, x in self.options if _is_operand(name, x)}
+
+
+def _is_operand(name: str, x: Any) -> bool:
+    return name in OPERANDS or hasattr(x, "make")
 
 
 def _shape(axes: str, case: Case) -> tuple[int, ...]:
@@ -140,6 +144,16 @@ class Segments:
     def has_two(self, case: Case) -> bool:
         """Whether queries and keys have an array each."""
         return self.pair or case.seqlen_q != case.seqlen_kv
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """A scale that is an array."""
+
+    value: float
+
+    def make(self, case: Case, rng: np.random.Generator, dtype: Any) -> np.ndarray:
+        return np.asarray(self.value, np.float64 if dtype == np.float64 else np.float32)
 
 
 def case(name: str, *, batch=2, t=80, s=80, n=2, k=2, h=64, hv=None, magnitude=1.0, **options) -> Case:

@@ -196,10 +196,7 @@ def check(
     parts, or dp came out of a product in `dtype`. Where the two cancel, this adds to the errors of dq and dk.
     """
     want, naive = exact(case, dtype), None
-    terms = 0.0
-    if is_rounded:
-        _, _, v, dout, _ = case.inputs(DTYPES[dtype])
-        terms = math.prod(np.linalg.norm(x.astype(np.float64), axis=-1).max(initial=0) for x in (dout, v))
+    terms = largest_dp(case, dtype) if is_rounded else 0.0
     if kind in ("bfloat16", "float16", "tfloat32"):
         naive = exact(case, dtype, kind)
     for name in names:
@@ -216,8 +213,19 @@ def check(
         )
 
 
-def check_operands(got: dict[str, np.ndarray], case: Case, dtype: str, kind: str):
-    """Compare the gradients of a row's operands with the exact ones."""
+def largest_dp(case: Case, dtype: str) -> float:
+    """The largest |dout_i| |v_j|."""
+    _, _, v, dout, _ = case.inputs(DTYPES[dtype])
+    return math.prod(np.linalg.norm(x.astype(np.float64), axis=-1).max(initial=0) for x in (dout, v))
+
+
+def check_operands(
+    got: dict[str, np.ndarray], case: Case, dtype: str, kind: str, is_rounded: bool = False
+) -> None:
+    """Compare the gradients of a row's operands with the exact ones.
+
+    If `is_rounded`, the rounding that `check` describes adds to the errors of a bias's gradient, too.
+    """
     operands = case.operands(DTYPES[dtype])
     assert got.keys() == operands.keys() & set(_DIFFERENTIABLE)
     for name, x in got.items():
@@ -235,6 +243,7 @@ def check_operands(got: dict[str, np.ndarray], case: Case, dtype: str, kind: str
             rule,
             num_keys=max(case.seqlen_kv, pairs // x.size),  # or the number of terms of the sum
             naive=None if naive is None else rows(naive),
+            cancelling=largest_dp(case, dtype) if is_rounded and name == "bias" else 0.0,
             name=f"gradient of {name} of {case}",
         )
 

@@ -5,34 +5,44 @@
 `test_context_parallel.py` runs it. pytest does not collect this file.
 """
 
-import itertools
 import sys
 
 import harness
 import jax
 import numpy as np
+from cases import PARTS
 from jax.sharding import Mesh
-from strategies import SHARDED_JIT, STRATEGIES, fitted, run
+from strategies import SHARDED_JIT, fitted, run
 from test_context_parallel import OPTIONS, case_of
 
-# Names of test_context_parallel.OPTIONS, and strategies.
-_ROWS = [
-    *itertools.product(("causal", "bias"), STRATEGIES),
-    ("short window", SHARDED_JIT),
-]
+# A row has many options, because most of the time is XLA's, which compiles a program for each row.
+_PADDED = {
+    name: x
+    for part in ("lengths of queries", "lengths of keys", "alibi", "dropout")
+    for name, x in PARTS[part].items()
+}
+_MANY = "causal and all that is in no order"
+_ROWS = {
+    (_MANY, "zigzag"): OPTIONS[_MANY],
+    (_MANY, SHARDED_JIT): OPTIONS[_MANY],
+    ("padded", "contiguous"): (_PADDED, dict(forward_mode=True)),
+    ("padded", SHARDED_JIT): (_PADDED, dict(forward_mode=True)),
+    ("short window", SHARDED_JIT): OPTIONS["short window"],
+}
 
 
 def main() -> None:
     address, process = sys.argv[1], int(sys.argv[2])
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_disable_most_optimizations", True)  # as for the exhaustive tests: conftest.py
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, num_processes=2, process_id=process)
     mesh = Mesh(np.array(jax.devices()), ("sequence",))
-    for name, strategy in _ROWS:
+    for (name, strategy), (options, more) in _ROWS.items():
         print(f"{name}, {strategy}", flush=True)
-        case = fitted(case_of(name, OPTIONS[name][0]), mesh.size, strategy)
-        got, gradients = run(case, "float32", mesh, strategy)
+        case = fitted(case_of(name, options), mesh.size, strategy)
+        got, gradients = run(case, "float32", mesh, strategy, **more)
         harness.check(got, case, "float32", "float32", is_rounded=True)
         harness.check_operands(gradients, case, "float32", "float32")
     print("all are close")

@@ -23,7 +23,19 @@ LONG_LENGTHS = (320, 383, 385, 449, 512, 513, 640, 700, 1025)
 # Of calls with few queries: lengths of caches that the kernels for these split.
 CACHE_LENGTHS = (200, 255, 256, 257, 319, 511, 513, 700, 1000, 1023, 1025, 1300, 2049, 4097, 4500)
 HEAD_DIMS = (*(1, 2, 3, 8, 16, 24, 31, 32, 33, 40, 48, 63, 65, 72, 80, 96, 97, 104, 127), *[64, 128] * 4)
-WIDE_HEAD_DIMS = (129, 136, 160, 191, 192, 193, 200, 224, 255, 256, 257, 300)
+WIDE_HEAD_DIMS = (129, 136, 160, 191, 192, 193, 200, 224, 255, 256, 257, 300, 384, 448, 512)
+# Of a part of a prompt: too many queries for the kernels of few, over keys that others split (num_key_parts).
+CHUNK_LENGTHS, CHUNK_CACHE_LENGTHS = (17, 24, 33, 48, 64), (4096, 4097, 4500, 6144, 6151)
+# Of the windows of images: many batch elements of few rows.
+WINDOW_BATCHES, WINDOW_LENGTHS = (32, 49, 64), (7, 16, 25, 36, 49)
+# What differs by powers of two, in float32.
+SPREADS = {
+    "rows of values": dict(v="rows", dout="rows"),
+    "rows of queries and keys": dict(q="rows", k="rows"),
+    "columns": dict.fromkeys(("q", "k", "v", "dout"), "columns"),
+    "opposite columns": dict(q="columns", k="opposite columns", v="columns", dout="opposite columns"),
+}
+BINADES = 20
 
 # Limits of pairs of query and key, over all heads, batch elements and loop turns: about one second, and ten.
 PAIRS = 150_000
@@ -151,6 +163,7 @@ class RandomCase:
     dtype: str
     rule: str  # kind in the closeness rule
     has_batch: bool
+    spread: str | None  # a key of SPREADS
     more: dict[str, Any]  # options that do not change the exact result
     scale_is_array: bool  # as for a learned temperature
     x64: bool
@@ -168,7 +181,7 @@ class RandomCase:
         parts = [
             f"{self.dtype} ({self.rule}), {f'B={c.batch} ' if self.has_batch else 'no batch axis, '}T={c.seqlen_q} "
             f"S={c.seqlen_kv} N={c.num_heads} K={c.num_kv_heads} H={c.head_dim} Hv={c.head_dim_v}, queries x "
-            f"{c.magnitude:g}",
+            f"{c.magnitude:g}" + (f", powers of two between {self.spread}" if self.spread else ""),
             "options: " + ", ".join(f"{name}={x!r}" for name, x in (*c.options, *self.more.items())),
             f"cotangents of {', '.join(self.cotangents)}; gradients of {', '.join(self.differentiated)}",
         ]
@@ -280,7 +293,8 @@ class RandomCase:
             magnitude = case.magnitude if name == "q" else 1.0
             shape = shape if self.has_batch else shape[1:]
             kind = lse_dtype if name == "dlse" else dtype
-            return lambda rng: (magnitude * rng.standard_normal(shape)).astype(kind)
+            factor = magnitude * self._factor(name, shape)
+            return lambda rng: (factor * rng.standard_normal(shape)).astype(kind)
 
         makers = {
             name: normal(name, shape)
@@ -295,6 +309,17 @@ class RandomCase:
             elif hasattr(x, "make"):
                 makers[name] = lambda rng, x=x: x.make(case, rng, dtype)
         return makers
+
+    def _factor(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """What multiplies each row or column of an input, the same in all turns of the loops."""
+        kind = SPREADS.get(self.spread, {}).get(name)
+        if kind is None:
+            return np.ones(())
+        if kind == "rows":
+            rng = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
+            return 2.0 ** rng.uniform(-BINADES, 0, (shape[-3], 1, 1))
+        exponents = np.random.default_rng(self.seed).uniform(-BINADES, 0, shape[-1])
+        return 2.0 ** (exponents if kind == "columns" else -BINADES / 2 - exponents)
 
     def _segment_makers(self, segments: Segments) -> dict[str, Any]:
         def make(part):
@@ -370,14 +395,26 @@ class _Dice:
         return float(f"{np.exp(self.rng.uniform(np.log(low), np.log(high))):.3g}")
 
 
-def max_cuda_head_dim(dtype: str) -> int:
+def max_head_dim(platform: str, dtype: str) -> int:
+    if platform == "cpu":
+        return max(WIDE_HEAD_DIMS)
     if dtype == "float64":
         return 128
     return 512 if dtype in ("bfloat16", "float16") and harness.is_hopper() else 256
 
 
+def is_chunk(case: Case) -> bool:
+    """A part of a prompt."""
+    return case.seqlen_q >= min(CHUNK_LENGTHS) and case.seqlen_kv >= min(CHUNK_CACHE_LENGTHS)
+
+
+def has_windows(case: Case) -> bool:
+    """Windows of images."""
+    return case.batch >= min(WINDOW_BATCHES)
+
+
 def draw(seed: int, platform: str) -> RandomCase:
-    """The case of a seed. Platforms differ only in dtype, precision and the largest head dim."""
+    """The case of a seed. Platforms differ only in dtype, what depends on it, and the head dims."""
     dice = _Dice(seed)
     dtype, precision, rule = dice.pick(harness.KINDS[platform])
     any_precision = dice.pick([None, None, "default", "high", "highest"])
@@ -390,9 +427,9 @@ def draw(seed: int, platform: str) -> RandomCase:
     if dice.chance(0.3):
         more["deterministic"] = dice.pick([True, False])
 
-    largest = max_cuda_head_dim(dtype) if platform == "cuda" else max(WIDE_HEAD_DIMS)
-    case, has_batch, loop_sizes = _draw_sizes(dice, str(seed), largest)
-    if platform == "cuda" and max(case.head_dim, case.head_dim_v) > 256:  # both must be multiples of 8
+    case, has_batch, loop_sizes = _draw_sizes(dice, str(seed), max_head_dim(platform, dtype))
+    is_wide = platform == "cuda" and max(case.head_dim, case.head_dim_v) > 256
+    if is_wide or is_chunk(case):  # Hopper's kernels take multiples of 8
         h, hv = (-(-size // 8) * 8 for size in (case.head_dim, case.head_dim_v))
         case = dataclasses.replace(case, head_dim=h, head_dim_v=hv)
     options = _draw_options(dice, case, dtype, has_batch)
@@ -403,6 +440,7 @@ def draw(seed: int, platform: str) -> RandomCase:
         # Nor with few keys; and with few rows the errors of 16 bits may all be small by chance.
         magnitude = 1.0
     case = dataclasses.replace(case, options=tuple(options.items()), magnitude=magnitude)
+    spread = dice.pick(list(SPREADS)) if dtype == "float32" and dice.chance(0.2) else None
 
     floats = [name for name in ("q", "k", "v", "bias", "alibi", "sinks") if name in (*"qkv", *options)]
     differentiated = [name for name in floats if name in "qkv" or dice.chance(0.8)]
@@ -431,6 +469,7 @@ def draw(seed: int, platform: str) -> RandomCase:
         dtype=dtype,
         rule=rule,
         has_batch=has_batch,
+        spread=spread,
         more=more,
         scale_is_array=scale_is_array,
         x64=dice.chance(0.05),
@@ -472,10 +511,16 @@ def _draw_sizes(dice: _Dice, name: str, largest: int) -> tuple[Case, bool, list[
         group,
         *(dice.pick([1, 2, 3]) for _ in range(dice.pick([0, 0, 0, 1, 1, 2]))),
     ]
+    if dice.chance(0.03):
+        t, s = dice.pick(CHUNK_LENGTHS), dice.pick(CHUNK_CACHE_LENGTHS)
+    has_images = dice.chance(0.03)
     # If there are too many pairs, shrink these sizes, which do not matter to tiles.
     while t * s * math.prod(sizes) > (MANY_PAIRS if is_large else PAIRS) and max(sizes) > 1:
         sizes[sizes.index(max(sizes))] -= 1
     batch, num_kv_heads, group, *loop_sizes = sizes
+    if has_images:
+        t = s = dice.pick(WINDOW_LENGTHS)
+        batch, num_kv_heads, group, loop_sizes = dice.pick(WINDOW_BATCHES), dice.pick([1, 2]), 1, []
     h, hv = (dice.pick(HEAD_DIMS if dice.chance(0.8) else WIDE_HEAD_DIMS) for _ in range(2))
     h, hv = min(h, largest), min(hv, largest)
     hv = hv if dice.chance(0.4) else h
@@ -485,7 +530,8 @@ def _draw_sizes(dice: _Dice, name: str, largest: int) -> tuple[Case, bool, list[
 
 def _draw_options(dice: _Dice, case: Case, dtype: str, has_batch: bool) -> dict[str, Any]:
     """Few options in some cases, nearly all in others."""
-    share = dice.pick([0.05, 0.15, 0.3, 0.3, 0.5, 0.9])
+    # With most options the keys of a chunk are not split.
+    share = 0.05 if is_chunk(case) else dice.pick([0.05, 0.15, 0.3, 0.3, 0.5, 0.9])
 
     def has() -> bool:
         return dice.chance(share)
@@ -517,7 +563,9 @@ def _draw_options(dice: _Dice, case: Case, dtype: str, has_batch: bool) -> dict[
         options["logits_soft_cap"] = dice.number(0.5, 50.0)
     if has():
         options["sinks"] = Sinks(dice.pick([1.0, 5.0]), float_dtype())
-    if has():
+    if has_windows(case):
+        options["bias"] = Bias(dice.pick(["1NTS", "NTS", "TS"]), 1.0, float_dtype())
+    elif has():
         if dice.chance(0.3):
             options["alibi"] = Slopes(float_dtype())
         else:

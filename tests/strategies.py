@@ -25,6 +25,14 @@ ROWS = P(None, "sequence", None, None)
 OF_SEQUENCES = [case for case in CASES if not re.match("tiles|decode|head dim|values|.*head dim", case.name)]
 _DIFFERENTIABLE = ("bias", "alibi", "sinks")
 
+# The axis of an operand that each axis of a mesh partitions. Keys of masks and biases are not sharded.
+_PARTITIONED = {
+    "sequence": dict(bias=-2, mask=-2, segment_ids=-1),
+    "batch": dict(bias=-4, mask=-4, segment_ids=-2)
+    | dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths", "query_offset"), -1),
+    "heads": dict(bias=-3, mask=-3, sinks=-1, alibi=-1),
+}
+
 Results = tuple[oracle.Result, dict[str, np.ndarray]]
 
 
@@ -38,6 +46,11 @@ def run(case: Case, dtype: str, mesh: Mesh, strategy: str, **more: Any) -> Resul
     if strategy == SHARDED_JIT:
         return run_jit(case, dtype, mesh, **more)
     return run_ring(case, dtype, mesh, strategy, **more)
+
+
+def rows_of(mesh: Mesh) -> P:
+    """Of arrays [B, length, heads, head dim] whose rows, and batch or heads, are sharded over axes of these names."""
+    return P(*(name if name in mesh.axis_names else None for name in ("batch", "sequence", "heads")), None)
 
 
 def whole(x: jax.Array) -> np.ndarray:
@@ -63,14 +76,18 @@ def put(mesh: Mesh, spec: P, *arrays: Any) -> list[jax.Array]:
     return [jax.device_put(x, NamedSharding(mesh, P(*spec[: np.ndim(x)]))) for x in arrays]
 
 
-def run_jit(case: Case, dtype: str, mesh: Mesh, spec_kv: P = ROWS, **more: Any) -> Results:
-    """With lengths that do not divide evenly, too: only within a program are arrays sharded into unequal parts."""
-    static = case.static | more
-    is_even = not (case.seqlen_q % mesh.size or case.seqlen_kv % mesh.size)
+def run_jit(case: Case, dtype: str, mesh: Mesh, spec_kv: P | None = None, **more: Any) -> Results:
+    """With lengths that do not divide evenly, too: only within a program are arrays sharded into unequal parts.
+
+    Keys are sharded as queries are, unless `spec_kv` says how.
+    """
+    static, spec = case.static | more, rows_of(mesh)
+    num_parts = mesh.shape["sequence"]
+    is_even = not (case.seqlen_q % num_parts or case.seqlen_kv % num_parts)
 
     def forward_and_backward(q, k, v, dout, dlse, operands):
         if not is_even:
-            rows = NamedSharding(mesh, P(*ROWS[:2]))
+            rows = NamedSharding(mesh, P(*spec[:2]))
             q, k, v, dout, dlse = jax.lax.with_sharding_constraint((q, k, v, dout, dlse), rows)
         differentiable = {name: operands[name] for name in _DIFFERENTIABLE if name in operands}
         f = functools.partial(harness.call, return_residual=True, **static)
@@ -80,7 +97,7 @@ def run_jit(case: Case, dtype: str, mesh: Mesh, spec_kv: P = ROWS, **more: Any) 
     with harness.x64(dtype):
         q, k, v, dout, dlse = case.inputs(DTYPES[dtype])
         if is_even:
-            (q, dout, dlse), (k, v) = put(mesh, ROWS, q, dout, dlse), put(mesh, spec_kv, k, v)
+            (q, dout, dlse), (k, v) = put(mesh, spec, q, dout, dlse), put(mesh, spec_kv or spec, k, v)
         results, gradients = jax.jit(forward_and_backward)(q, k, v, dout, dlse, case.operands(DTYPES[dtype]))
         for x, like in zip((*results, gradients[0]), (dout, dlse, q), strict=True):
             assert not is_even or x.sharding.is_equivalent_to(like.sharding, x.ndim)
@@ -115,13 +132,11 @@ def _sequence_axes(name: str) -> tuple[int, ...]:
     )
 
 
-def _spec_of(name: str, x: Any) -> Any:
+def _spec_of(mesh: Mesh, name: str, x: Any) -> Any:
     if isinstance(x, tuple):
-        return tuple(_spec_of(name, part) for part in x)
-    axes = _sequence_axes(name)[:1]  # keys of masks and biases are not sharded
-    return P(
-        *("sequence" if axis - x.ndim in axes and x.shape[axis] != 1 else None for axis in range(x.ndim))
-    )
+        return tuple(_spec_of(mesh, name, part) for part in x)
+    axes = {_PARTITIONED.get(axis, {}).get(name): axis for axis in mesh.axis_names}
+    return P(*(axes.get(axis - x.ndim) if size != 1 else None for axis, size in enumerate(x.shape)))
 
 
 def ring_call(
@@ -139,14 +154,14 @@ def ring_call(
             q, k, v, axis_name="sequence", layout=layout, return_residual=True, **static, **operands
         )
 
-    rows = P(None, "sequence")
-    specs = {name: _spec_of(name, x) for name, x in operands.items()}
-    in_specs = (rows, rows, rows, specs)
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(rows, rows), check_vma=check_vma)
+    rows = rows_of(mesh)
+    specs = {name: _spec_of(mesh, name, x) for name, x in operands.items()}
+    in_specs, out_specs = (rows, rows, rows, specs), (rows, P(*rows[:3]))
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
 def run_ring(case: Case, dtype: str, mesh: Mesh, layout: str, **more: Any) -> Results:
-    order = functools.partial(in_order, layout, mesh.size)
+    order = functools.partial(in_order, layout, mesh.shape["sequence"])
 
     @jax.jit
     def forward_and_backward(q, k, v, dout, dlse, operands):

@@ -9,14 +9,15 @@ import random
 import socket
 import subprocess
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import harness
 import numpy as np
 import pytest
 import quick
-from cases import PARTS, Bias, Case, Mask, Segments
+from cases import PARTS, Bias, Case, Mask, Scale, Segments
 from harness import mesh_of
+from jax.sharding import Mesh
 from strategies import SHARDED_JIT, STRATEGIES, fitted, run
 
 import jax_flash
@@ -26,10 +27,15 @@ pytestmark = pytest.mark.usefixtures("free_exchange")
 
 def check(case: Case, number: int, strategy: str, platform: str, **more: Any) -> None:
     """Compares the results and all gradients with exact ones, in the platform's most exact arithmetic."""
-    dtype, precision, rule = harness.most_exact(platform, case)
-    got, gradients = run(case, dtype, mesh_of(number), strategy, precision=precision, **more)
-    harness.check(got, case, dtype, rule, is_rounded=number > 1)
-    harness.check_operands(gradients, case, dtype, rule)
+    check_on(mesh_of(number), case, strategy, harness.most_exact(platform, case), **more)
+
+
+def check_on(mesh: Mesh, case: Case, strategy: str, kind: tuple[str, str | None, str], **more: Any) -> None:
+    dtype, precision, rule = kind
+    got, gradients = run(case, dtype, mesh, strategy, precision=precision, **more)
+    is_rounded = mesh.size > 1
+    harness.check(got, case, dtype, rule, is_rounded=is_rounded)
+    harness.check_operands(gradients, case, dtype, rule, is_rounded=is_rounded)
 
 
 def case_of(name: str, options: dict[str, Any], **sizes: Any) -> Case:
@@ -96,8 +102,15 @@ def test_the_table_has_every_option():
 # ---- Random cases -----------------------------------------------------------------------------------------------
 
 
-def random_case(seed: int, number: int) -> tuple[Case, str, dict[str, Any]]:
-    """Sizes and options, the strategy, and arguments that do not change the exact result."""
+class RandomCase(NamedTuple):
+    case: Case
+    strategy: str
+    more: dict[str, Any]  # arguments that do not change the exact result
+    kind: int | None  # of harness.KINDS; None: the most exact
+    other_axis: str | None  # of the mesh, over two devices
+
+
+def random_case(seed: int, number: int) -> RandomCase:
     rng = random.Random(seed)
     strategy = rng.choice(STRATEGIES)
     batch = rng.choice((1, 2))
@@ -134,13 +147,24 @@ def random_case(seed: int, number: int) -> tuple[Case, str, dict[str, Any]]:
     if "query_offset" not in options and rng.random() < 0.4:
         options["query_offset"] = rng.randrange(-t, s)  # a Python int
     h, hv = rng.choice(((8, 8), (4, 12), (16, 8)))
-    case = Case(f"random {seed}", batch, t, s, num_heads, num_kv_heads, h, hv, tuple(options.items()))
     forward_mode, checks = dict(forward_mode=True), dict(check_vma=rng.random() < 0.5)
-    if strategy == SHARDED_JIT:
-        return case, strategy, rng.choice(({}, {}, {}, forward_mode))
     # In plain XLA dropout, or many steps, compile for ten seconds.
     plain = {} if has_dropout or number > 4 else dict(implementation="xla")
-    return case, strategy, rng.choice((*[{}] * 6, forward_mode, plain)) | checks
+    if strategy == SHARDED_JIT:
+        more = rng.choice(({}, {}, {}, forward_mode))
+    else:
+        more = rng.choice((*[{}] * 6, forward_mode, plain)) | checks
+    if "scale" in options and rng.random() < 0.5:
+        options["scale"] = Scale(options["scale"])
+    if rng.random() < 0.2:
+        more = more | dict(deterministic=True)
+    kind = rng.choice((None, None, None, 0, 1))
+    other_axis = None
+    if number % 4 == 0 and not has_dropout:  # shards of a shard_map over batch or heads would drop the same
+        has_axis = dict(batch=batch % 2 == 0, heads=num_kv_heads % 2 == 0)
+        other_axis = rng.choice((None, None, *(axis for axis, divides in has_axis.items() if divides)))
+    case = Case(f"random {seed}", batch, t, s, num_heads, num_kv_heads, h, hv, tuple(options.items()))
+    return RandomCase(case, strategy, more, kind, other_axis)
 
 
 _RANDOM = {f"{seed}-8": (seed, 8) for seed in range(100)} | {
@@ -152,9 +176,12 @@ _RANDOM = {f"{seed}-8": (seed, 8) for seed in range(100)} | {
     ("seed", "number"), quick.rows(_RANDOM, [*_RANDOM][:2] + [*_RANDOM][-4:], unpack=True)
 )
 def test_random_case(seed, number, platform):
-    case, strategy, more = random_case(seed, number)
-    print(case.options, number, strategy, more, sep="\n")  # pytest shows it if the test fails
-    check(case, number, strategy, platform, **more)
+    drawn = random_case(seed, number)
+    print(drawn, number, sep="\n")  # pytest shows it if the test fails
+    case, strategy, more, kind, axis = drawn
+    mesh = mesh_of(number) if axis is None else mesh_of(2, number // 2, names=(axis, "sequence"))
+    kind = harness.most_exact(platform, case) if kind is None else harness.kind(platform, kind)
+    check_on(mesh, case, strategy, kind, **more)
 
 
 # ---- Edges ------------------------------------------------------------------------------------------------------
@@ -194,6 +221,7 @@ _WITHOUT_KEYS = {
     "segments of queries": dict(segment_ids=Nowhere("queries"), **_SINKS),
     "segments of keys": dict(segment_ids=Nowhere("keys"), k=2),
     "beyond the lengths": dict(query_seq_lengths=(3, 16), is_causal=True, **_SINKS),
+    "segments in a window": dict(local_window_size=(20, 5), segment_ids=Nowhere("queries")),
 }
 
 

@@ -302,6 +302,35 @@ def test_scale_0_is_the_mean(scale, platform):
     np.testing.assert_allclose(lse, np.log(33), rtol=1e-6)
 
 
+# The relative error of a mean of so many values. A tensor core rounds each sum towards zero.
+OF_MANY_KEYS = {
+    "bfloat16": 2.0**-7,
+    "float16": 2.0**-10,
+    "tfloat32": 2.0**-10,
+    "float32": 4e-5,
+    "float64": 1e-13,
+}
+
+
+@pytest.mark.parametrize("queries", [3, 40])
+@quick.KINDS
+def test_131072_equal_keys_give_the_mean(kind, queries, platform):
+    """All scores of a row are equal. On a GPU kernels that split keys have few queries."""
+    dtype, precision, rule = harness.kind(platform, kind)
+    keys = 131_072
+    q, k, v = (random(1, length, 1, 8, seed=seed) for seed, length in enumerate((queries, 1, keys)))
+    q, k, v = (x.astype(DTYPES[dtype]) for x in (q, np.repeat(k, keys, 1), 1 + v))
+    with harness.x64(dtype):
+        attention = functools.partial(jax_flash.flash_attention, precision=precision, return_residual=True)
+        out, lse = jax.jit(attention)(q, k, v)
+    mean = v.astype(np.float64).mean(1, keepdims=True)
+    out = np.asarray(out, np.float64)
+    np.testing.assert_allclose(out, np.broadcast_to(mean, out.shape), rtol=OF_MANY_KEYS[rule])
+    scores = np.einsum("qh,h->q", *(x.astype(np.float64) for x in (q[0, :, 0], k[0, 0, 0]))) / np.sqrt(8)
+    rtol = 1e-12 if dtype == "float64" else 1e-3 if rule == "tfloat32" else 1e-6
+    np.testing.assert_allclose(lse[0, :, 0], scores + np.log(keys), rtol=rtol)
+
+
 def test_negative_scale_is_the_scale_of_negative_queries(platform):
     q, k, v = (random(1, 40, 2, 8, seed=seed) for seed in range(3))
     attention = functools.partial(jax_flash.flash_attention, is_causal=True, precision="highest")

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Collection
+from typing import Any
 
 import harness
 import jax
@@ -14,6 +16,7 @@ import random_cases
 from cases import CASES, DTYPES, Case
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from random_cases import RandomCase
 
 import jax_flash
 
@@ -34,32 +37,76 @@ def with_whole_pages(case: Case, page_size: int) -> Case:
     return dataclasses.replace(case, seqlen_kv=seqlen, options=tuple(options.items()))
 
 
-def check(case: Case, kind: int, page_size: int, platform: str, implementation: str | None = None) -> None:
-    dtype, precision, rule = harness.kind(platform, kind)
-    case = with_whole_pages(case, page_size)
+def arguments(
+    case: Case, dtype: str, page_size: int, has_batch: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those of a call with keys in order, and of the same with pages."""
     q, k, v, *_ = case.inputs(DTYPES[dtype])
     operands = case.operands(DTYPES[dtype])
-    lengths = np.clip(operands["key_value_seq_lengths"], 0, case.seqlen_kv)
+    lengths = np.clip(np.reshape(operands["key_value_seq_lengths"], -1), 0, case.seqlen_kv)
     k_pages, v_pages, page_indices = harness.in_pages(k, v, lengths, page_size)
+    if not has_batch:
+        q, k, v, page_indices = (x[0] for x in (q, k, v, page_indices))
+        operands |= {name: tuple(x[0] for x in operands[name]) for name in operands.keys() & {"segment_ids"}}
+    in_order = operands | dict(q=q, k=k, v=v)
+    return in_order, in_order | dict(k=k_pages, v=v_pages, page_indices=page_indices)
+
+
+def check(
+    case: Case,
+    kind: int,
+    page_size: int,
+    platform: str,
+    implementation: str | None = None,
+    has_batch: bool = True,
+    mapped: Collection[str] = (),
+) -> None:
+    """Compares pages with keys in order; in a vmap of two elements, where these differ in `mapped` arguments."""
+    dtype, precision, rule = harness.kind(platform, kind)
+    case = with_whole_pages(case, page_size)
     static = dict(case.static, precision=precision, implementation=implementation, return_residual=True)
 
-    @jax.jit
-    def f(q, k, v, operands):
+    def attend(arguments: dict[str, Any]) -> Any:
+        q, k, v = (arguments[name] for name in "qkv")
+        operands = {name: x for name, x in arguments.items() if name not in ("q", "k", "v")}
         return harness.call(q, k, v, operands, **static)
 
+    @jax.jit
+    def f(arguments: dict[str, Any]) -> Any:
+        if not mapped:
+            return attend(arguments)
+        return jax.vmap(attend, in_axes=({name: 0 if name in mapped else None for name in arguments},))(
+            arguments
+        )
+
+    in_order, paged = arguments(case, dtype, page_size, has_batch)
+    if mapped:
+        others = arguments(dataclasses.replace(case, name=f"{case}, another"), dtype, page_size, has_batch)
+        in_order, paged = (
+            {
+                name: jax.tree.map(lambda *pair: np.stack(pair), x, other[name]) if name in mapped else x
+                for name, x in one.items()
+            }
+            for one, other in zip((in_order, paged), others, strict=True)
+        )
     # Planes, which would compute float32 keys in order, are not made of pages.
     portable = harness.without_planes() if dtype == "float32" else contextlib.nullcontext()
     with harness.x64(dtype):
         with portable:
-            want = jax.block_until_ready(f(q, k, v, operands))
-        got = f(q, k_pages, v_pages, operands | dict(page_indices=page_indices))
-        want, got = ([np.asarray(x) for x in results] for results in (want, got))
-    has_same_kernel = implementation is None and (platform == "cpu" or page_size % 8 == 0)
-    if has_same_kernel:
+            want = jax.block_until_ready(f(in_order))
+        want, got = ([np.asarray(x) for x in results] for results in (want, f(paged)))
+    if implementation is None and has_same_kernel(platform, page_size):
         for x, y in zip(got, want, strict=True):
             assert x.tobytes() == y.tobytes()
     else:
+        assert not mapped, "The exact results are those of one element."
+        got = got if has_batch else [x[None] for x in got]
         harness.check(harness.oracle.Result(*got), case, dtype, rule, names=("out", "lse"))
+
+
+def has_same_kernel(platform: str, page_size: int) -> bool:
+    """Whether the kernel of keys in order takes such pages, too."""
+    return platform == "cpu" or page_size % 8 == 0
 
 
 SIZED = {case.name: (case, PAGE_SIZES[i % len(PAGE_SIZES)]) for i, case in enumerate(CASES) if case.batch}
@@ -101,21 +148,33 @@ def test_in_plain_xla(name, page_size):
     check(SIZED[name][0], 2, page_size, "cpu", implementation="xla")
 
 
-def random_case(seed: int, platform: str) -> Case:
-    """One that has something to compute, and kernels on every platform."""
+_OF_KEYS = {"k", "v", "page_indices", "key_value_seq_lengths"}  # where keys are NaN depends on the lengths
+
+
+def random_case(seed: int, dtype: str, page_size: int, platform: str) -> RandomCase:
+    """One that has something to compute, and kernels for it."""
+    largest = random_cases.max_head_dim(platform, dtype)
+    if not has_same_kernel(platform, page_size):
+        largest = min(largest, 256)
     for draw in (random_cases.draw(100 * seed + i, platform) for i in range(100)):
         case = draw.case
-        sizes = case.batch, case.seqlen_q, case.num_heads
-        if draw.has_batch and all(sizes) and max(case.head_dim, case.head_dim_v or 0) <= 256:
-            return case
+        has_kernel = max(case.head_dim, case.head_dim_v) <= largest
+        if has_kernel and case.batch and case.seqlen_q and case.num_heads:
+            return draw
     raise AssertionError
 
 
 @pytest.mark.parametrize("seed", quick.rows(range(60), quick=range(6)))
 def test_random_case(seed, platform):
-    case = random_case(seed, platform)
-    print(case, case.options, sep="\n")  # pytest shows it if the test fails
-    check(case, seed % 4, PAGE_SIZES[seed % len(PAGE_SIZES)], platform)
+    kind, page_size = seed % 4, PAGE_SIZES[seed % len(PAGE_SIZES)]
+    drawn = random_case(seed, harness.kind(platform, kind)[0], page_size, platform)
+    case, mapped = drawn.case, set()
+    if drawn.loops and has_same_kernel(platform, page_size):
+        mapped = drawn.loops[0].axes.keys() & {"q", "k", "v", *dict(case.options)}
+    if mapped & _OF_KEYS:
+        mapped |= _OF_KEYS
+    print(case, case.options, f"{drawn.has_batch=} {mapped=}", sep="\n")  # pytest shows it if the test fails
+    check(case, kind, page_size, platform, has_batch=drawn.has_batch, mapped=mapped)
 
 
 # ---- Transformations ----

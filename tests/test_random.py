@@ -26,6 +26,8 @@ Arrays = dict[str, Any]  # keyed by the names of arguments in random_cases
 
 
 def pytest_generate_tests(metafunc):
+    if "random_seed" not in metafunc.fixturenames:
+        return
     seed, start, number = (metafunc.config.getoption(f"random_{name}") for name in ("seed", "start", "cases"))
     if seed is not None:
         seeds = [seed]
@@ -50,6 +52,21 @@ def test_is_close_to_exact(random_seed, platform):
     check(case, arguments, results | from_loops(case, gradients))
     if case.forward_mode:
         check_tangent(case, arguments, tangent.sum())
+
+
+def test_what_is_drawn(platform):
+    """In every thousand cases there are some of each kind that is rare."""
+    drawn = [random_cases.draw(seed, platform) for seed in range(1000)]
+    spreads = {case.spread for case in drawn}
+    assert spreads == {None, *random_cases.SPREADS}
+    assert {case.dtype for case in drawn if case.spread} == {"float32"}
+    counts = dict(
+        chunks=sum(random_cases.is_chunk(case.case) for case in drawn),
+        windows=sum(random_cases.has_windows(case.case) for case in drawn),
+        decoding=sum(case.case.seqlen_q <= 16 and case.case.seqlen_kv > 1000 for case in drawn),
+        widest=sum(case.case.head_dim == random_cases.max_head_dim(platform, case.dtype) for case in drawn),
+    )
+    assert min(counts.values()) >= 10, counts
 
 
 # ---- The program ----------------------------------------------------------------------------------------------
