@@ -792,10 +792,11 @@ class Report:
                 lines += [f"  {name}: {_describe(result)}" for name, result in cell["results"].items()]
         lines += [f"no figure for {line}" for line in failures(self.cells + self.memory + self.accuracy)]
         lines += [f"left out: {line}" for line in self.left_out]
-        lines += self.shortcomings()
+        lines += (shortcomings := self.shortcomings())
         seconds = time.monotonic() - self.start
         number = len(self.cells) + len(self.accuracy)
-        lines.append(f"{number} cells in {seconds:.0f} s, {len(self.wrong())} wrong or failed")
+        verdict = f"{len(self.wrong())} wrong or failed, {len(shortcomings)} below 1 or without a figure"
+        lines.append(f"{number} cells in {seconds:.0f} s, {verdict}")
         return "\n".join(lines)
 
 
@@ -919,7 +920,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if accuracy:
         accuracy_sweep(report, accuracy, names, timer)
     report.save()
-    print("\n" + report.summary(), flush=True)
     if output is not None:
         print(f"figures: {output}", flush=True)
         if not options.no_plot:
@@ -929,6 +929,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"plot: {plot.draw(output)}", flush=True)
             except ImportError as error:
                 print(f"no plot: {error}", flush=True)
+    print("\n" + report.summary(), flush=True)
     return 0 if report.is_good() else 1
 
 

@@ -254,7 +254,7 @@ def compare(got: jax.Array, expected: np.ndarray) -> Json:
     error and does not count.
     """
     error = np.asarray(got).astype(np.float64) - expected
-    rows, rows_of_error = (np.linalg.norm(x, axis=-1) for x in (expected, error))
+    rows, rows_of_error = (np.linalg.norm(np.atleast_1d(x), axis=-1) for x in (expected, error))
     counted = rows > 1e-13 * np.max(rows)
     return {
         "relative": float(np.linalg.norm(error) / max(np.linalg.norm(expected), 1e-300)),

@@ -590,8 +590,10 @@ class Report:
         """Every reason for a missing figure, and the figures below 1."""
         lines = [f"alternative without a figure: {line}" for line in refusals(self.rows)]
         lines += [f"left out: {line}" for line in self.left_out]
-        lines += shortcomings(self.rows)
-        lines.append(f"{len(self.rows)} uses in {self.seconds:.0f} s")
+        lines += (below := shortcomings(self.rows))
+        lines.append(
+            f"{len(self.rows)} uses in {self.seconds:.0f} s, {len(below)} figures below 1 or missing"
+        )
         return "\n".join(lines)
 
     def is_good(self) -> bool:

@@ -324,13 +324,14 @@ def _int32(name: str, value: Any) -> int:
 
 def _int32_array(name: str, x: Any) -> jax.Array:
     given, x = x, as_array(name, x)
-    if isinstance(given, np.ndarray | np.generic) and given.dtype.kind in "iu":
+    is_numpy = isinstance(given, np.ndarray | np.generic)
+    if is_numpy and given.dtype.kind in "iu":
         outside = given[(given < _INT32.min) | (given > _INT32.max)]
         if outside.size:  # JAX would wrap it around
             raise ValueError(f"{name} must fit in int32, got {outside.flat[0]}.")
-    # With jax_enable_x64, NumPy's integers, and Python's that are traced, have 64 bits.
-    if x.dtype == jnp.int64 and (isinstance(given, np.ndarray | np.generic) or x.weak_type):
-        x = x.astype(jnp.int32)
+    # With jax_enable_x64, NumPy's default has 64 bits, and so has a Python int that is traced, as loop counters are.
+    if x.dtype == jnp.int64 and (is_numpy or x.weak_type):
+        x = jnp.clip(x, _INT32.min, _INT32.max).astype(jnp.int32)
     if x.dtype != jnp.int32:
         raise TypeError(f"{name} must be int32, got {x.dtype}.")
     return x

@@ -15,6 +15,7 @@ from ._passes import BACKWARD, FORWARD, Pass
 _HOPPER_MULTIPROCESSORS = 132  # of H200, and of H100 but for the PCIe card
 
 # With these, Hopper's forward pass runs in its general form.
+_MOST_DECODE_ROWS = 256  # of a key head
 _PAIR_OPERANDS = {"mask", "bias", "alibi_slopes", "query_segment_ids", "scale_factor"}
 
 
@@ -70,7 +71,7 @@ def num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions)
     keys = seqlen_kv
     if min(options.reach) >= 0:  # the first block of keys may begin before the first that a query sees
         keys = min(keys, sum(options.reach) + seqlen_q + _library.constants()["kVisibilityBlock"])
-    if _is_decoding(q, v):
+    if _is_decoding(q, k, v):
         # A part writes 4 bytes for each row and column, so longer sequences have longer parts; of 1,024 keys at most,
         # so that a long sequence alone has parts for all multiprocessors of a GPU.
         part = 256 if keys <= 4096 else 512 if keys < 8192 else 1024
@@ -86,10 +87,15 @@ def num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions)
     return parts if parts > 1 else 0
 
 
-def _is_decoding(q, v) -> bool:
-    """Whether the forward kernel for few queries serves a call without dropout."""
+def _is_decoding(q, k, v) -> bool:
+    """Whether the forward kernel for few queries serves a call without dropout.
+
+    With more rows of a key head, the parts of `num_key_parts` would take more memory than the keys.
+    """
+    (seqlen_q, num_heads), num_kv_heads = q.shape[-3:-1], k.shape[-2]
     head_dim = kernel_head_dim("decode sm80", q.dtype, max(q.shape[-1], v.shape[-1]))
-    return head_dim > 0 and q.shape[-3] <= _library.constants()["kDecodeQueries"]
+    is_short = seqlen_q <= _library.constants()["kDecodeQueries"]
+    return head_dim > 0 and is_short and seqlen_q * (num_heads // num_kv_heads) <= _MOST_DECODE_ROWS
 
 
 def sums_dq(q, k, v, *, num_head_parts: int, is_deterministic: bool, hides_pairs: bool) -> bool:

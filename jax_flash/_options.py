@@ -14,8 +14,8 @@ import numpy as np
 _WIDEST_WINDOW = 2**31 - 1
 _NO_WINDOW = 2**32  # farther than any key is from a query, with any offset
 
-# The smallest normal float32. It makes all weights equal, as any smaller cap does, which kernels could not divide by.
-_SMALLEST_SOFT_CAP = 2.0**-126
+# It makes all weights equal, as any smaller cap does, whose squares second derivatives could not divide by.
+_SMALLEST_SOFT_CAP = 1e-20
 # Such a cap c changes a logit x by x^3 / (3 c^2), less than rounding does; and x / c may be too small for float32.
 _NO_SOFT_CAP = 1e30
 

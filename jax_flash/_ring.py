@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from . import _attention, _checks, _derivatives, _dropout, _reference, _sharding, _subsequence
@@ -623,23 +624,28 @@ def _with_part(
     return lax.dynamic_update_slice(total, part, starts)
 
 
-@_gradients.defjvp
+@functools.partial(_gradients.defjvp, symbolic_zeros=True)
 def _gradient_tangents(options, ring, primals, tangents):
     """Differentiates the gradient that forward mode has, which follows from the inputs and the cotangents alone."""
     (arrays,), (moved,) = primals, tangents
-    inputs = [name for name in (*DIFFERENTIABLE, "dout", "dlse") if name in arrays]
+    inputs = {name: arrays[name] for name in (*DIFFERENTIABLE, "dout", "dlse") if name in arrays}
     fixed = {name: x for name, x in arrays.items() if name not in (*inputs, "out", "lse")}
+    # Zeros would cost as much as what moves, and JAX does not transpose an optimization_barrier that has some.
+    moved = {name: moved[name] for name in inputs if not isinstance(moved[name], SymbolicZero)}
 
-    def gradients(inputs: Arrays) -> Arrays:
-        cotangents = inputs["dout"], inputs["dlse"]
+    def gradients(moving: Arrays) -> Arrays:
+        given = inputs | moving
+        cotangents = given["dout"], given["dlse"]
 
         def attend(wanted: Arrays):
             operands = fixed | {name: x for name, x in wanted.items() if name not in tuple("qkv")}
             return _attend(wanted["q"], wanted["k"], wanted["v"], operands, options, ring, _kernel)
 
-        return jax.vjp(attend, {name: inputs[name] for name in DIFFERENTIABLE if name in inputs})[1](
+        return jax.vjp(attend, {name: given[name] for name in DIFFERENTIABLE if name in given})[1](
             cotangents
         )[0]
 
-    along = [{name: x[name] for name in inputs} for x in (arrays, moved)]
-    return _gradients(arrays, options, ring), jax.jvp(gradients, along[:1], along[1:])[1]
+    found = _gradients(arrays, options, ring)
+    if not moved:
+        return found, jax.tree.map(jnp.zeros_like, found)
+    return found, jax.jvp(gradients, ({name: inputs[name] for name in moved},), (moved,))[1]

@@ -334,7 +334,8 @@ def num_parts(t=1, s=8192, n=32, k=8, h=128, hv=128, dtype="bfloat16", operands=
         (dict(s=1), 1),
         (dict(t=16), 8),
         (dict(t=17), 0),
-        (dict(t=16, n=40), 8),  # 80 rows of a key head: two tiles
+        (dict(t=16, n=128), 8),  # 256 rows of a key head: four tiles
+        (dict(t=16, n=136), 0),
         (dict(t=16, n=33, k=11), 8),
         (dict(s=131072, local_window_size=(500, 0)), 3),
         (dict(s=131072, local_window_size=(500, None), is_causal=True), 3),
@@ -373,6 +374,7 @@ def test_number_of_parts(call, parts, monkeypatch):
         (dict(t=256, s=131072), 8),
         (dict(t=64, s=131072), 16),
         (dict(t=17, s=8192, n=40), 4),
+        (dict(t=16, s=8192, n=136), 4),  # more rows than the kernel for few queries takes
         (dict(t=512, s=32768, is_causal=True), 4),
         (dict(t=512, s=32768, is_causal=True, local_window_size=(1000, 0)), 0),
         (dict(t=512, s=32768, local_window_size=(None, 0)), 4),

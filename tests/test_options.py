@@ -110,6 +110,9 @@ def test_extreme_soft_caps(cap, implementation, platform):
     want = call(q, k, v) if cap > 1 else jnp.broadcast_to(v.mean(1, keepdims=True), v.shape)
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
     assert all(jnp.all(jnp.isfinite(x)) for x in vjp(out))
+    gradient = jax.grad(lambda q: jnp.sum(call(q, k, v, logits_soft_cap=cap) ** 2))
+    _, along = jax.jit(lambda q: jax.jvp(gradient, (q,), (q,)))(q)
+    assert jnp.all(jnp.isfinite(along))
 
 
 def test_deterministic_chooses_another_backward(platform):

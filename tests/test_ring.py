@@ -575,6 +575,40 @@ def test_second_derivatives_without_forward_mode(name, layout, platform, highest
     assert_close(tuple(order(x, inverse=True) for x in got), want)
 
 
+def test_second_derivatives_by_some_of_the_inputs(platform, highest):
+    """What does not move has no tangents."""
+    mesh = mesh_of(2)
+    *args, _ = inputs()
+    bias = jnp.einsum("bthd,bshd->bhts", *args[:2])
+    rows = P(None, "sequence")
+
+    def ring(bias, *args):
+        def local(bias, q, k, v):
+            return jax_flash.ring_attention(q, k, v, bias, axis_name="sequence")
+
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=(P(None, None, "sequence"), rows, rows, rows), out_specs=rows
+        )(bias, *args)
+
+    def whole(bias, *args):
+        return jax_flash.flash_attention(*args, bias)
+
+    def second_derivatives(f, moving):
+        def norm(*moved):
+            own = dict(enumerate(args)) | dict(zip(moving, moved, strict=True))
+            gradients = jax.grad(lambda *args: jnp.sum(f(bias, *args) ** 2), moving)(*own.values())
+            return sum(jnp.sum(x**2) for x in gradients)
+
+        return jax.grad(norm, tuple(range(len(moving))))(*(args[i] for i in moving))
+
+    for moving in ((0,), (1, 2)):
+        got, want = (jax.jit(functools.partial(second_derivatives, f, moving))() for f in (ring, whole))
+        assert_close(got, want)
+    gradient = jax.grad(lambda q: jnp.sum(ring(bias, q, *args[1:]) ** 2))
+    with pytest.raises(NotImplementedError, match="not third"):
+        jax.grad(lambda q: jnp.sum(jax.grad(lambda q: jnp.sum(gradient(q) ** 2))(q) ** 2))(args[0])
+
+
 # ---- Order and errors -----------------------------------------------------------------------------------------------
 
 

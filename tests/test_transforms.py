@@ -75,7 +75,7 @@ def test_value_and_grad(platform):
     assert_gradients_close(gradients, want)
 
 
-def test_python_and_numpy_ints_have_any_width():
+def test_python_and_numpy_ints_may_have_64_bits():
     """Loop counters and other ints that are traced, and NumPy's arrays: with jax_enable_x64 they have 64 bits."""
     q, k, v = qkv(2)
 
@@ -93,6 +93,9 @@ def test_python_and_numpy_ints_have_any_width():
         np.testing.assert_array_equal(got, want)
         np.testing.assert_array_equal(attend(np.array([2, 2]), np.array([3, 5])), want[2])
         np.testing.assert_array_equal(jax.jit(lambda i: attend(i, np.array([3, 5])))(2), want[2])
+        np.testing.assert_array_equal(
+            jax.jit(lambda i: attend(i, np.array([3, 5])))(2**40), attend(9, np.int32([3, 5]))
+        )
         with pytest.raises(TypeError, match="query_offset must be int32, got int64"):
             attend(jnp.array([2, 2]), np.array([3, 5]))
         with pytest.raises(ValueError, match="query_offset must fit in int32, got 4294967296"):

@@ -120,9 +120,9 @@ __global__ void __launch_bounds__(Config::kThreads)
   const ForwardParams& params = arguments.params;
 
   // ---- Part: the first ones come first, for those beyond a sequence's keys have nothing to do ----
-  // Tiles of the same keys run side by side, so that all but one find them in L2.
-  const int row_tiles = Config::kManyRows ? arguments.row_tiles : 1;
-  const int row_tile = blockIdx.x % row_tiles, index = blockIdx.x / row_tiles;
+  // Tiles of the same keys run side by side, so that all but one can find them in L2.
+  const unsigned row_tiles = Config::kManyRows ? arguments.row_tiles : 1, index = blockIdx.x / row_tiles;
+  const int row_tile = blockIdx.x % row_tiles;
   const int num_kv_heads = static_cast<int>(params.num_kv_heads);
   const int kv_head = index % num_kv_heads;
   const int batch = index / num_kv_heads % static_cast<int>(params.batch);
