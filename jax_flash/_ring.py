@@ -635,15 +635,13 @@ def _gradient_tangents(options, ring, primals, tangents):
 
     def gradients(moving: Arrays) -> Arrays:
         given = inputs | moving
-        cotangents = given["dout"], given["dlse"]
 
         def attend(wanted: Arrays):
             operands = fixed | {name: x for name, x in wanted.items() if name not in tuple("qkv")}
             return _attend(wanted["q"], wanted["k"], wanted["v"], operands, options, ring, _kernel)
 
-        return jax.vjp(attend, {name: given[name] for name in DIFFERENTIABLE if name in given})[1](
-            cotangents
-        )[0]
+        _, vjp = jax.vjp(attend, {name: given[name] for name in DIFFERENTIABLE if name in given})
+        return vjp((given["dout"], given["dlse"]))[0]
 
     found = _gradients(arrays, options, ring)
     if not moved:
