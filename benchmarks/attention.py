@@ -814,17 +814,13 @@ def sweep(
     """Checks and times each shape and prints a row of the table for each cell."""
     unit = "TFLOP/s" if timer.asynchronous else "GFLOP/s"
     print(table_header(unit), flush=True)
-    for shape in shapes:
-        if timer.is_over():
-            report.left_out.append(f"{shape.describe()}: out of time")
-            continue
-        try:
-            wide = measure.float64_enabled() if shape.dtype == "float64" else contextlib.nullcontext()
-            with wide, kernels_of(shape.way):
-                cells = run_shape(shape, names, directions, timer)
-        except Exception as error:  # a failing shape must not stop the others
-            report.left_out.append(f"{shape.describe()}: {measure.reason(error)}")
-            continue
+
+    def run(shape: Shape) -> list[measure.Json]:
+        wide = measure.float64_enabled() if shape.dtype == "float64" else contextlib.nullcontext()
+        with wide, kernels_of(shape.way):
+            return run_shape(shape, names, directions, timer)
+
+    for cells in measure.attempts(shapes, Shape.describe, run, report.left_out, timer.is_over):
         report.cells += cells
         print("\n".join(table_row(cell, unit) for cell in cells), flush=True)
         report.save()
@@ -854,15 +850,10 @@ def accuracy_sweep(report: Report, shapes: Sequence[Shape], names: Sequence[str]
         with concurrent.futures.ThreadPoolExecutor() as pool:
             compiled = pool.map(functools.partial(compile_results, shape=plain), chosen_names)
             programs = dict(zip(chosen_names, compiled, strict=True))
-        for shape in group:
-            if timer.is_over():
-                report.left_out.append(f"accuracy of {shape.describe()}: out of time")
-                continue
-            try:
-                cell = measure_accuracy(shape, programs)
-            except Exception as error:  # a failing shape must not stop the others
-                report.left_out.append(f"accuracy of {shape.describe()}: {measure.reason(error)}")
-                continue
+        run = functools.partial(measure_accuracy, programs=programs)
+        for cell in measure.attempts(
+            group, lambda shape: f"accuracy of {shape.describe()}", run, report.left_out, timer.is_over
+        ):
             report.accuracy.append(cell)
             print(accuracy_rows(cell), flush=True)
         report.save()

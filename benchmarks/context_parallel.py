@@ -336,20 +336,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases=rows,
     )
     print("\n" + table([], len(devices)), flush=True)
-    for case in cases(len(devices), divisor):
-        if not is_chosen(case.name):
-            continue
-        try:
-            rows.append(measure_case(case, mesh, timer))
-            print(table_row(rows[-1]), flush=True)
-        except Exception as error:  # a failing case must not stop the others
-            left_out.append(f"{case.name}: {measure.reason(error)}")
+    chosen = (case for case in cases(len(devices), divisor) if is_chosen(case.name))
+    run = functools.partial(measure_case, mesh=mesh, timer=timer)
+    for row in measure.attempts(chosen, lambda case: case.name, run, left_out):
+        rows.append(row)
+        print(table_row(row), flush=True)
         measure.save(report, output)  # after each case, so an interrupted run loses at most one
+    measure.save(report, output)
 
     wrong = [f"left out: {line}" for line in left_out] + shortcomings(rows, len(devices) if on_gpu else 0)
-    print("\n" + "\n".join([*wrong, f"{len(rows)} cases"]), flush=True)
     if output is not None:
         print(f"figures: {output}", flush=True)
+    print("\n" + "\n".join([*wrong, f"{len(rows)} cases"]), flush=True)
     return 1 if wrong else 0
 
 

@@ -90,6 +90,26 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"[:240]
 
 
+def attempts(
+    cases: Iterable[Any],
+    describe: Callable[[Any], str],
+    run: Callable[[Any], Any],
+    left_out: list[str],
+    is_over: Callable[[], bool] = lambda: False,
+) -> Iterator[Any]:
+    """What `run` returns for each case. Cases that fail, or come when time is over, are named in `left_out`."""
+    for case in cases:
+        if is_over():
+            left_out.append(f"{describe(case)}: out of time")
+            continue
+        try:
+            result = run(case)
+        except Exception as error:  # a failing case must not stop the others
+            left_out.append(f"{describe(case)}: {reason(error)}")
+            continue
+        yield result
+
+
 # ---- Inputs -----------------------------------------------------------------------------------------------
 
 

@@ -605,15 +605,10 @@ def measure_uses(
 ) -> None:
     """Checks and times each use that begins within `limit` seconds, and prints its row of the table."""
     print(f"\nMilliseconds, forward / training\n{TABLE_HEAD}", flush=True)
-    for use in uses:
-        if report.seconds > limit:
-            report.left_out.append(f"{use.name}: out of time")
-            continue
-        try:
-            row = measure_use(use, names, timer)
-        except Exception as error:  # a failing use must not stop the others
-            report.left_out.append(f"{use.name}: {measure.reason(error)}")
-            continue
+    run = functools.partial(measure_use, names=names, timer=timer)
+    for row in measure.attempts(
+        uses, lambda use: use.name, run, report.left_out, lambda: report.seconds > limit
+    ):
         report.rows.append(row)
         print(table_row(row), flush=True)
         report.save()
@@ -651,9 +646,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = (OURS, *PEERS) if on_gpu else (OURS, "xla")
     measure_uses(report, uses, names, timer, limit=60 * options.minutes)
     report.save()
-    print("\n" + report.summary(), flush=True)
     if output is not None:
         print(f"figures: {output}", flush=True)
+    print("\n" + report.summary(), flush=True)
     return 0 if report.is_good() else 1
 
 
