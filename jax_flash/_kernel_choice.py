@@ -13,9 +13,9 @@ from ._options import AttentionOptions
 from ._passes import BACKWARD, FORWARD, Pass
 
 _HOPPER_MULTIPROCESSORS = 132  # of H200, and of H100 but for the PCIe card
+_MOST_DECODE_ROWS = 256  # of a key head
 
 # With these, Hopper's forward pass runs in its general form.
-_MOST_DECODE_ROWS = 256  # of a key head
 _PAIR_OPERANDS = {"mask", "bias", "alibi_slopes", "query_segment_ids", "scale_factor"}
 
 

@@ -344,6 +344,11 @@ __global__ void __launch_bounds__(Config::kThreads)
 
 // ---- Launch ----
 
+// Of a key head.
+inline int64_t number_of_rows(const ForwardParams& params) {
+  return params.num_heads / params.num_kv_heads * params.seqlen_q;
+}
+
 template <class Config>
 Status launch_decode(const ForwardParams& params, const LaunchContext& context) {
   using Element = typename Config::Element;
@@ -353,8 +358,7 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
       std::min(ceil_div(params.seqlen_kv, Config::kBlockN), ceil_div(span - 1, Config::kBlockN) + 1);
   const int64_t part_blocks = ceil_div(num_blocks, params.num_key_parts);
   if (params.num_key_parts > num_blocks || part_blocks > Config::kMaxPartBlocks) return Status::not_served();
-  const int64_t rows = params.num_heads / params.num_kv_heads * params.seqlen_q;
-  const int64_t row_tiles = ceil_div(rows, Config::kRows);
+  const int64_t row_tiles = ceil_div(number_of_rows(params), Config::kRows);
   const DecodeArguments arguments{params,
                                   LogitScale(params),
                                   PairOptions(params),
@@ -384,7 +388,7 @@ Status decode(const ForwardParams& params, const LaunchContext& context) {
       params.dropout_seeds) {
     return Status::not_served();
   }
-  const int64_t rows = params.num_heads / params.num_kv_heads * params.seqlen_q;
+  const int64_t rows = number_of_rows(params);
   if (rows == 0 || params.seqlen_q > kDecodeQueries) return Status::not_served();
   return rows > 16 ? decode_rows<Arithmetic, kHeadDim, true>(params, context)
                    : decode_rows<Arithmetic, kHeadDim, false>(params, context);
