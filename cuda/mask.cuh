@@ -23,6 +23,13 @@ struct KeyBlocks {
   __device__ bool is_whole(int n_block) const { return n_block >= whole_begin && n_block < whole_end; }
 };
 
+// The keys [begin, end).
+struct KeyRange {
+  int begin, end;
+
+  __device__ bool contains(int key, int keys) const { return begin <= key && key + keys <= end; }
+};
+
 // The next four are asked before the launch, to order and choose tiles.
 
 // Does every query see every key?
@@ -93,6 +100,12 @@ struct Mask {
     blocks.whole_begin = max(blocks.begin, (first_key(row + rows - 1) + kBlockN - 1) / kBlockN);
     blocks.whole_end = row + rows <= q_length ? (last_key(row) + 1) / kBlockN : 0;
     return blocks;
+  }
+
+  // The keys that every row of [row, row + rows) sees.
+  __device__ KeyRange seen_by_all(int row, int rows) const {
+    if (row + rows > q_length) return {0, 0};
+    return {row + rows - 1 + lowest, min(kv_length, row + highest + 1)};
   }
 
   // Does every row of [row, row + rows) see every key of [key, key + keys)?

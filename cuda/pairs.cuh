@@ -76,8 +76,10 @@ __device__ __forceinline__ void load_visible(PairBits<kNTiles> (&bits)[kMTiles],
 #pragma unroll
   for (int mt = 0; mt < kMTiles; ++mt) {
     MaskWords<kNTiles> words{};  // undefined words would be carried through the loop, in registers
-    load_mask_words(words, pairs, row0 + 16 * mt, column0);
-    PairBits<kNTiles> visible = mask_bits(words, pairs, column0);
+    const bool has_mask = pairs.head.mask_words;
+    if (has_mask) load_mask_words(words, pairs, row0 + 16 * mt, column0);
+    PairBits<kNTiles> visible{~0u};
+    if (has_mask) visible = mask_bits(words, column0);
     clear_other_segments(visible, pairs, row0 + 16 * mt, column0);
     bits[mt] = visible;
   }

@@ -87,96 +87,123 @@ __global__ void __launch_bounds__(kSegmentThreads)
   }
 }
 
+// The thread blocks of mask_visibility_kernel have a warp for each of 16 blocks of 64 queries and 64 keys,
+// four by four, so that they write whole sectors of 32 bytes of both kinds of words; one by 16 if the queries
+// are fewer than four blocks.
+constexpr int kMaskWarps = 16, kMaskThreads = 32 * kMaskWarps;
+
+struct MaskTile {
+  int m, n;  // blocks of queries and of keys
+
+  __host__ __device__ explicit MaskTile(int64_t m_blocks) : m(m_blocks < 4 ? 1 : 4), n(kMaskWarps / m) {}
+};
+
 // The visibility [B, N', M, U] of each block of 64 queries and 64 keys by mask and segments alone, and the
-// mask as bits; one warp per block.
-__global__ void __launch_bounds__(256)
+// mask as bits.
+__global__ void __launch_bounds__(kMaskThreads)
     mask_visibility_kernel(const __grid_constant__ AttentionParams params) {
   const VisibilityWorkspace& visible = params.visible;
   constexpr int kBlock = kVisibilityBlock;
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
   const int m_blocks = (seqlen_q + kBlock - 1) / kBlock, n_blocks = (seqlen_kv + kBlock - 1) / kBlock;
-  const int64_t index = int64_t{blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32;
-  if (index >= params.batch * visible.num_heads * m_blocks * n_blocks) return;
-  const int n_start = static_cast<int>(index % n_blocks) * kBlock;
-  const int m_start = static_cast<int>(index / n_blocks % m_blocks) * kBlock;
-  const int64_t batch_and_head = index / n_blocks / m_blocks;
+  const MaskTile tile(m_blocks);
+  const int m_tiles = (m_blocks + tile.m - 1) / tile.m, n_tiles = (n_blocks + tile.n - 1) / tile.n;
+  const int first_m = static_cast<int>(blockIdx.x / n_tiles) % m_tiles * tile.m;
+  const int first_n = static_cast<int>(blockIdx.x % n_tiles) * tile.n;
+  const int64_t batch_and_head = blockIdx.x / n_tiles / m_tiles;
   const int64_t batch = batch_and_head / visible.num_heads, head = batch_and_head % visible.num_heads;
-  const int rows = min(kBlock, seqlen_q - m_start), keys = min(kBlock, seqlen_kv - n_start);
 
-  bool any = true, all = true;
-  if (params.has_segments()) {
-    const auto queries = SegmentRange::of(params.query_segment_ids + batch * seqlen_q + m_start, rows);
-    const auto of_keys = SegmentRange::of(params.key_value_segment_ids + batch * seqlen_kv + n_start, keys);
-    any = queries.may_meet(of_keys);
-    all = queries.is_same_segment_as(of_keys);
-  }
-  // Even where segments hide everything: another batch element may share this part of the mask. Four lanes
-  // read a row of the block, 16 keys each, and put it together in shared memory.
-  const PairArray& mask = params.mask;
-  const uint8_t* from = static_cast<const uint8_t*>(mask.data) + batch * mask.batch_stride +
-                        head * mask.head_stride + m_start * mask.row_stride + n_start * mask.key_stride;
-  const bool by_sixteen = mask.key_stride == 1 && seqlen_kv % 16 == 0;
-  const int first_key = lane % 4 * 16;
-  uint32_t bits[kBlock / 8];
+  // Of each warp's block: the keys of each query, and the queries of each key.
+  __shared__ uint2 of_queries[kMaskWarps][kBlock], of_keys[kMaskWarps][kBlock];
+
+  // ---- Each warp: the bits of its block ----
+  const int m = first_m + warp / tile.n, n = first_n + warp % tile.n;
+  if (m < m_blocks && n < n_blocks) {
+    const int m_start = m * kBlock, n_start = n * kBlock;
+    const int rows = min(kBlock, seqlen_q - m_start), keys = min(kBlock, seqlen_kv - n_start);
+    bool any = true, all = true;
+    if (params.has_segments()) {
+      const auto a = SegmentRange::of(params.query_segment_ids + batch * seqlen_q + m_start, rows);
+      const auto b = SegmentRange::of(params.key_value_segment_ids + batch * seqlen_kv + n_start, keys);
+      any = a.may_meet(b);
+      all = a.is_same_segment_as(b);
+    }
+    // Even where segments hide everything: another batch element may share this part of the mask. Four lanes
+    // read a row of the block, 16 keys each, and put it together in shared memory.
+    const PairArray& mask = params.mask;
+    const uint8_t* from = static_cast<const uint8_t*>(mask.data) + batch * mask.batch_stride +
+                          head * mask.head_stride + m_start * mask.row_stride + n_start * mask.key_stride;
+    const bool by_sixteen = mask.key_stride == 1 && seqlen_kv % 16 == 0;
+    const int first_key = lane % 4 * 16;
+    uint32_t bits[kBlock / 8];
 #pragma unroll
-  for (int i = 0; i < kBlock / 8; ++i) {
-    const int row = 8 * i + lane / 4;
-    const uint8_t* from_row = from + row * mask.row_stride;
-    bits[i] = 0;
-    if (row >= rows) continue;
-    if (by_sixteen) {
-      if (first_key < keys) bits[i] = pack(*reinterpret_cast<const uint4*>(from_row + first_key));
-    } else {
-      for (int j = 0; j < 16 && first_key + j < keys; ++j) {
-        bits[i] |= uint32_t{from_row[(first_key + j) * mask.key_stride] != 0} << j;
+    for (int i = 0; i < kBlock / 8; ++i) {
+      const int row = 8 * i + lane / 4;
+      const uint8_t* from_row = from + row * mask.row_stride;
+      bits[i] = 0;
+      if (row >= rows) continue;
+      if (by_sixteen) {
+        if (first_key < keys) bits[i] = pack(*reinterpret_cast<const uint4*>(from_row + first_key));
+      } else {
+        for (int j = 0; j < 16 && first_key + j < keys; ++j) {
+          bits[i] |= uint32_t{from_row[(first_key + j) * mask.key_stride] != 0} << j;
+        }
       }
     }
-  }
-  __shared__ uint16_t shared[8][kBlock][4];
-  uint16_t (&block_bits)[kBlock][4] = shared[threadIdx.x / 32];
+    auto* quarters = reinterpret_cast<uint16_t (*)[4]>(of_queries[warp]);
 #pragma unroll
-  for (int i = 0; i < kBlock / 8; ++i)
-    block_bits[8 * i + lane / 4][lane % 4] = static_cast<uint16_t>(bits[i]);
-  __syncwarp();
-  uint32_t of_row[2][2], of_key[2][2];  // [rows or keys lane, lane + 32][words of 32 bits]
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const uint16_t* two = &block_bits[lane + 32 * i][2 * j];
-      of_row[i][j] = two[0] | uint32_t{two[1]} << 16;
-      of_key[j][i] = visible.of_keys.words ? transpose(of_row[i][j], lane) : 0;
+    for (int i = 0; i < kBlock / 8; ++i) {
+      quarters[8 * i + lane / 4][lane % 4] = static_cast<uint16_t>(bits[i]);
+    }
+    __syncwarp();
+    const uint2 low = of_queries[warp][lane], high = of_queries[warp][lane + 32];
+    if (visible.of_keys.words) {
+      of_keys[warp][lane] = {transpose(low.x, lane), transpose(high.x, lane)};
+      of_keys[warp][lane + 32] = {transpose(low.y, lane), transpose(high.y, lane)};
+    }
+    const uint2 all_keys = {keys < 32 ? (1u << keys) - 1 : ~0u,
+                            keys < 64 ? (1u << max(keys - 32, 0)) - 1 : ~0u};
+    bool any_seen = false, all_seen = true;
+    auto look_at = [&](uint2 row_keys, int row) {
+      if (row >= rows) return;
+      any_seen |= (row_keys.x | row_keys.y) != 0;
+      all_seen &= row_keys.x == all_keys.x && row_keys.y == all_keys.y;
+    };
+    look_at(low, lane);
+    look_at(high, lane + 32);
+    any = any && __any_sync(0xffffffff, any_seen);
+    all &= __all_sync(0xffffffff, all_seen);
+    if (lane == 0) {
+      visible.visibility[(batch_and_head * m_blocks + m) * n_blocks + n] = !any  ? kHidden
+                                                                           : all ? kWhole
+                                                                                 : kPartly;
     }
   }
-  const uint32_t row_keys[2] = {keys < 32 ? (1u << keys) - 1 : ~0u,
-                                keys < 64 ? (1u << max(keys - 32, 0)) - 1 : ~0u};
-  bool any_seen = false, all_seen = true;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (lane + 32 * i >= rows) continue;
-    any_seen |= (of_row[i][0] | of_row[i][1]) != 0;
-    all_seen &= of_row[i][0] == row_keys[0] && of_row[i][1] == row_keys[1];
-  }
-  any = any && __any_sync(0xffffffff, any_seen);
-  all &= __all_sync(0xffffffff, all_seen);
 
-  // An axis of size 1 has one row, or one block with equal bits.
-  auto write = [&](const VisibilityWorkspace::Bits& bits, uint32_t (&words)[2][2], int start, int count,
-                   int block) {
+  // ---- All warps: write out, neighboring lanes the neighboring words of a row ----
+  __syncthreads();
+  auto write = [&](const VisibilityWorkspace::Bits& bits, const uint2(&words)[kMaskWarps][kBlock],
+                   bool are_of_keys) {
     if (!bits.words) return;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = lane + 32 * i;
-      if (row >= count || (bits.row_stride == 0 && row > 0)) continue;
+    const int row0 = kBlock * (are_of_keys ? first_n : first_m), length = are_of_keys ? seqlen_kv : seqlen_q;
+    const int block0 = are_of_keys ? first_m : first_n, num_blocks = are_of_keys ? m_blocks : n_blocks;
+    const int blocks_in_row = are_of_keys ? tile.m : tile.n;
+    for (int i = threadIdx.x; i < kMaskWarps * kBlock; i += kMaskThreads) {
+      const int block = i % blocks_in_row, row = i / blocks_in_row % kBlock,
+                other = i / blocks_in_row / kBlock;
+      const int to_row = row0 + other * kBlock + row, to_block = block0 + block;
+      // An axis of size 1 has one row, or one block with equal bits.
+      if (to_row >= length || to_block >= num_blocks || (bits.row_stride == 0 && row > 0)) continue;
+      uint2 x = words[are_of_keys ? block * tile.n + other : other * tile.n + block][row];
+      if (bits.word_step == 0) x.x = x.y = x.x != 0 ? ~0u : 0;
       uint32_t* to = bits.words + batch * bits.batch_stride + head * bits.head_stride +
-                     (start + row) * bits.row_stride + 2 * block * bits.word_step;
-      for (int j = 0; j < 2; ++j) to[j] = bits.word_step ? words[i][j] : words[i][0] != 0 ? ~0u : 0;
+                     to_row * bits.row_stride + 2 * to_block * bits.word_step;
+      *reinterpret_cast<uint2*>(to) = x;
     }
   };
-  write(visible.of_queries, of_row, m_start, rows, n_start / kBlock);
-  write(visible.of_keys, of_key, n_start, keys, m_start / kBlock);
-  if (lane == 0) visible.visibility[index] = !any ? kHidden : all ? kWhole : kPartly;
+  write(visible.of_queries, of_queries, false);
+  write(visible.of_keys, of_keys, true);
 }
 
 constexpr int kListThreads = 256;
@@ -254,8 +281,10 @@ Status launch_visibility(const AttentionParams& params, const LaunchContext& con
     const int64_t groups = ceil_div(m_blocks, kSegmentBlocksM) * ceil_div(n_blocks, kSegmentBlocksN);
     return launch(segment_visibility_kernel, params.batch * groups, kSegmentThreads, 0, context, params);
   }
-  const int64_t blocks = params.batch * params.visible.num_heads * m_blocks * n_blocks;
-  return launch(mask_visibility_kernel, ceil_div(blocks, 8), 256, 0, context, params);
+  const MaskTile tile(m_blocks);
+  const int64_t tiles = ceil_div(m_blocks, tile.m) * ceil_div(n_blocks, tile.n);
+  return launch(mask_visibility_kernel, params.batch * params.visible.num_heads * tiles, kMaskThreads, 0,
+                context, params);
 }
 
 Status launch_lists(const AttentionParams& params, const ListShape& shape, const LaunchContext& context) {

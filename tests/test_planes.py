@@ -330,7 +330,12 @@ def test_gradients_by_two_planes_are_as_exact_as_float32(name, form, platform):
         if name in ("zeros", "equal keys"):  # where gradients are 0
             unit = np.ones_like(unit)
         scaled = np.asarray(x, np.float64) / unit
-        assert_close(scaled, exact / unit, "float32", num_keys=S, name=f"{field} of {name}")
+        # Where all numbers are positive, dp and delta are alike. XLA's error of dq is then 3.4e-5 on a GPU; this allows
+        # twice as much.
+        cancelling = 18 if (name, field) == ("uniform", "dq") else 0
+        assert_close(
+            scaled, exact / unit, "float32", num_keys=S, cancelling=cancelling, name=f"{field} of {name}"
+        )
     with harness.cuda_settings(kernels="sm80"):
         portable = run(*arrays, precision="highest", deterministic=deterministic)
     for field in ("dk", "dv"):

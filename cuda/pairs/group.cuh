@@ -56,19 +56,10 @@ __device__ __forceinline__ void add_alibi(float (&scores)[kNTiles][4], const Gro
   }
 }
 
-template <int kNTiles>
-__device__ __forceinline__ void load_mask_words(MaskWords<kNTiles>& mask, const GroupPairs& pairs, int row0,
-                                                int column0) {
-  if (!pairs.head.mask_words) return;
-  const VisibilityWorkspace::Bits& bits = pairs.params.visible.of_queries;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = pairs.existing_row(row0 + accumulator_row(0, h));
-    const uint32_t* words = pairs.head.mask_words + pairs.rows.head(row) * bits.head_stride +
-                            pairs.rows.query(row) * bits.row_stride + column0 / 32 * bits.word_step;
-#pragma unroll
-    for (int i = 0; i < MaskWords<kNTiles>::kWords; ++i) mask.words[h][i] = __ldg(words + i * bits.word_step);
-  }
+__device__ __forceinline__ const uint32_t* mask_row(const GroupPairs& pairs, int row0, int h) {
+  const int row = pairs.existing_row(row0 + accumulator_row(0, h));
+  return pairs.head.mask_words + pairs.rows.head(row) * pairs.mask().head_stride +
+         pairs.rows.query(row) * pairs.mask().row_stride;
 }
 
 __device__ __forceinline__ int32_t segment_of_row(const GroupPairs& pairs, int row) {

@@ -70,6 +70,11 @@ struct Pairs {
 
   __device__ __forceinline__ bool has_dropout() const { return options.has_dropout; }
 
+  // The mask's bits, in this order of rows and columns.
+  __device__ __forceinline__ const VisibilityWorkspace::Bits& mask() const {
+    return kTransposed ? params.visible.of_keys : params.visible.of_queries;
+  }
+
   // The numbers of rows and columns of all scores.
   __device__ __forceinline__ int row_limit() const {
     return static_cast<int>(kTransposed ? params.seqlen_kv : params.seqlen_q);

@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     // ---- ds = p * (dout v^T - delta) ----
     Scores ds;
     clear(ds);
-    multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
+    multiply_dp<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
         ds, KMajorA<Arithmetic, QTile, kScoreRows / 16>(sDout, score_row),
         KMajorB<Arithmetic, KvTile>(sV, score_column));
     if (kMayHaveOthers && pairs.has_dropout()) {

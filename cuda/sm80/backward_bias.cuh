@@ -108,7 +108,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     Sum p[kMTiles][kNTiles][4], ds[kMTiles][kNTiles][4];
     clear(p);
     clear(ds);
-    auto multiply_piece = [&](int piece, auto& scores) {
+    constexpr int kSteps = kPiece / kStepK<Arithmetic>;
+    auto multiply_piece = [&](int piece, auto multiply) {
       ptx::copy_async_wait<0>();
       __syncthreads();  // all threads see the piece and have finished with the one before it
       if (piece + 1 < num_pieces) {
@@ -117,15 +118,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
         load_piece(next_item, 0, stage ^ 1);
       }
       ptx::copy_async_commit();
-      multiply_add<Arithmetic, kPiece / kStepK<Arithmetic>>(
-          scores, KMajorA<Arithmetic, QTile, kMTiles>(sQ(stage), row),
-          KMajorB<Arithmetic, KvTile>(sK(stage), column));
+      multiply(KMajorA<Arithmetic, QTile, kMTiles>(sQ(stage), row),
+               KMajorB<Arithmetic, KvTile>(sK(stage), column));
       stage ^= 1;
     };
 
     // ---- p = exp(q k^T - lse) ----
 #pragma unroll 1
-    for (int piece = 0; piece < score_pieces; ++piece) multiply_piece(piece, p);
+    for (int piece = 0; piece < score_pieces; ++piece) {
+      multiply_piece(piece, [&](const auto& a, const auto& b) { multiply_add<Arithmetic, kSteps>(p, a, b); });
+    }
     const int64_t stats = (int64_t{batch} * num_heads + head) * stats_length(seqlen_q) + row0;
     const QueryPairs<Sum> pairs{params, arguments.pairs, batch, head};
     Sum lse_log2[kMTiles][2];
@@ -135,7 +137,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 
     // ---- ds = p * (dout v^T - delta) ----
 #pragma unroll 1
-    for (int piece = score_pieces; piece < num_pieces; ++piece) multiply_piece(piece, ds);
+    for (int piece = score_pieces; piece < num_pieces; ++piece) {
+      multiply_piece(piece, [&](const auto& a, const auto& b) { multiply_dp<Arithmetic, kSteps>(ds, a, b); });
+    }
     PairBits<kNTiles> bits[kMTiles];
     if (pairs.has_dropout()) {
       draw_kept(bits, pairs, row0, column0);

@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       }
       recompute_probabilities(p, logit, lse_log2, [](auto&) {});
       clear(ds);
-      multiply_add<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
+      multiply_dp<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
           ds, KMajorA<Arithmetic, QTile, kMTiles>(sDout, warp_row), KMajorB<Arithmetic, KvTile>(sV, 0));
       [[maybe_unused]] PairBits<kNTiles> bits[kMTiles];
       if (kMayHaveOthers && pairs.has_dropout()) {

@@ -213,17 +213,22 @@ __device__ __forceinline__ void multiply_tiles(Sum (&p)[kMTiles][kNTiles][4], Su
   using Arithmetic = typename Config::Arithmetic;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
+  constexpr int kSteps = Config::kHeadDim / kStepK<Arithmetic>;
   auto add_product = [&](Sum(&scores)[kMTiles][kNTiles][4], QTile a, KvTile b) {
-    multiply_add<Arithmetic, Config::kHeadDim / kStepK<Arithmetic>>(
-        scores, KMajorA<Arithmetic, QTile, kMTiles>(a, row), KMajorB<Arithmetic, KvTile>(b, column));
+    multiply_add<Arithmetic, kSteps>(scores, KMajorA<Arithmetic, QTile, kMTiles>(a, row),
+                                     KMajorB<Arithmetic, KvTile>(b, column));
+  };
+  auto add_dp = [&](Sum(&dp)[kMTiles][kNTiles][4], QTile a, KvTile b) {
+    multiply_dp<Arithmetic, kSteps>(dp, KMajorA<Arithmetic, QTile, kMTiles>(a, row),
+                                    KMajorB<Arithmetic, KvTile>(b, column));
   };
   for_each_tile([](auto& x) { clear(x); }, p, ds, tds, tp);
   add_product(p, rows.x, keys.x);
-  add_product(ds, rows.y, keys.y);
+  add_dp(ds, rows.y, keys.y);
   if (params.tq) add_product(tds, rows.tx, keys.x);
   if (params.tk) add_product(tds, rows.x, keys.tx);
-  if (params.tdout) add_product(tp, rows.ty, keys.y);
-  if (params.tv) add_product(tp, rows.y, keys.ty);
+  if (params.tdout) add_dp(tp, rows.ty, keys.y);
+  if (params.tv) add_dp(tp, rows.y, keys.ty);
 }
 
 // ---- tdk and tdv ----

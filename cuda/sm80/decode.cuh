@@ -2,11 +2,11 @@
 // capability 8.0 and up. It is bound by the memory that keys and values come from.
 //
 // The rows of a tile are all query heads of a key head (group_rows.cuh), or kRows of them, so a tile reads
-// keys once for all of them. The keys of a sequence are split into parts of the blocks from the first to the
-// last that any row sees. A block takes one part of a tile's keys: its warps share a ring of buffers with
-// keys and values in the order k, v, k, v, ..., and where there are several along the keys, their sums are
-// merged at the end. With more parts than one, a block leaves them in workspace, and a second kernel merges
-// the parts.
+// keys once for all of them. The blocks of keys of a sequence, from the first to the last that any row sees,
+// are split evenly into parts, so that a cache that is not full yet occupies as many multiprocessors as a
+// full one. A thread block takes one part of a tile's keys: its warps share a ring of buffers with keys and
+// values in the order k, v, k, v, ..., and where there are several along the keys, their sums are merged at
+// the end. With more parts than one, a block leaves them in workspace, and a second kernel merges the parts.
 //
 // How many parts there are depends on the shapes of a sequence, and not on the batch or the heads: so a
 // sequence has the same bits alone and in a batch, on one device and with heads on several.
@@ -41,7 +41,6 @@ struct DecodeArguments {
   LogitScale logit;
   PairOptions pairs;
   HeadRows q, k, v;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv]; k and v may be pages
-  int part_blocks;   // blocks of keys in a part
   int row_tiles;     // of a key head
 };
 
@@ -58,7 +57,8 @@ struct DecodeConfig {
   static constexpr int kKeyWarps = kTile.key_warps, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kRows = 16 * kTile.row_warps, kWarpKeys = kBlockN / kKeyWarps;
   static constexpr int kThreads = 32 * kTile.row_warps * kKeyWarps;
-  static constexpr int kMaxPartBlocks = 32;  // a bit each in a word
+  static constexpr int kMaxPartBlocks = 32;             // a bit each in a word
+  static constexpr int kMinPartBlocks = 256 / kBlockN;  // fewer keys would take less time than starting
   using QTile = SharedTile<Arithmetic, kRows, kHeadDim, /*kRounded=*/true>;
   using KvTile = SharedTile<Arithmetic, kBlockN, kHeadDim>;
   using WarpKvTile = SharedTile<Arithmetic, kWarpKeys, kHeadDim>;
@@ -132,8 +132,11 @@ __global__ void __launch_bounds__(Config::kThreads)
 
   const Mask queries(params, batch);
   const KeyBlocks seen = queries.key_blocks<kBlockN>(0, static_cast<int>(params.seqlen_q));
-  const int first_block = seen.begin + part * arguments.part_blocks;
-  const int num_blocks = max(0, min(seen.end - first_block, arguments.part_blocks));
+  const int num_parts = static_cast<int>(params.num_key_parts);
+  const int part_blocks =
+      max(Config::kMinPartBlocks, (seen.end - seen.begin + num_parts - 1) / num_parts);  // but for the last
+  const int first_block = seen.begin + part * part_blocks;
+  const int num_blocks = max(0, min(seen.end - first_block, part_blocks));
   PartBlocks blocks;
   blocks.visible = blocks.whole = num_blocks == 32 ? ~0u : (1u << num_blocks) - 1;
   if constexpr (kMayHaveMask) {
@@ -356,8 +359,10 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
   // The first block may begin before the span.
   const int64_t num_blocks =
       std::min(ceil_div(params.seqlen_kv, Config::kBlockN), ceil_div(span - 1, Config::kBlockN) + 1);
-  const int64_t part_blocks = ceil_div(num_blocks, params.num_key_parts);
-  if (params.num_key_parts > num_blocks || part_blocks > Config::kMaxPartBlocks) return Status::not_served();
+  if (params.num_key_parts > num_blocks ||
+      ceil_div(num_blocks, params.num_key_parts) > Config::kMaxPartBlocks) {
+    return Status::not_served();
+  }
   const int64_t row_tiles = ceil_div(number_of_rows(params), Config::kRows);
   const DecodeArguments arguments{params,
                                   LogitScale(params),
@@ -365,7 +370,6 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
                                   head_rows<Element>(params.q, params.num_heads, params.head_dim),
                                   head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
                                   head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
-                                  static_cast<int>(part_blocks),
                                   static_cast<int>(row_tiles)};
   const int64_t blocks = params.num_key_parts * params.batch * params.num_kv_heads * row_tiles;
   const Status status =

@@ -462,6 +462,15 @@ __device__ __forceinline__ void multiply_add(typename Arithmetic::Sum (&acc)[kMT
   }
 }
 
+// acc += dout v^T, from which delta is subtracted next: tensor cores cut off up to 2^-17 of the sum of 128
+// products of one sign, and the difference may be a hundredth of that sum. So sums of two steps are added
+// outside of them where results are to be as exact as float32.
+template <class Arithmetic, int kSteps, int kMTiles, int kNTiles, class A, class B>
+__device__ __forceinline__ void multiply_dp(typename Arithmetic::Sum (&acc)[kMTiles][kNTiles][4], const A& a,
+                                            const B& b) {
+  multiply_add<Arithmetic, kSteps, /*kLongSum=*/true, kIsSplit<Arithmetic> ? 2 : 1>(acc, a, b);
+}
+
 // acc += a b^T: rows from a_row on of a tile a, rows from b_row on of a tile b, over their kColumns columns.
 //
 // Of planes in the order of Hopper's forward kernel (issue_scores_of_planes of sm90/product.cuh), for the

@@ -143,8 +143,8 @@ __device__ __forceinline__ void short_score_gradients(const ShortGradientsArgume
   clear(ds);
   multiply_add<Arithmetic, kSteps>(p, KMajorA<Arithmetic, Tile, 1>(Tile{q_and_dout}, row0),
                                    KMajorB<Arithmetic, Tile>(Tile{k_and_v}, 0));
-  multiply_add<Arithmetic, kSteps>(ds, KMajorA<Arithmetic, Tile, 1>(Tile{q_and_dout + Tile::kBytes}, row0),
-                                   KMajorB<Arithmetic, Tile>(Tile{k_and_v + Tile::kBytes}, 0));
+  multiply_dp<Arithmetic, kSteps>(ds, KMajorA<Arithmetic, Tile, 1>(Tile{q_and_dout + Tile::kBytes}, row0),
+                                  KMajorB<Arithmetic, Tile>(Tile{k_and_v + Tile::kBytes}, 0));
 
   for_each_accumulator_row(delta, [&](int mt, int h) {
     const float dot = out.dot(h, Tile{q_and_dout + Tile::kBytes}, row0);

@@ -408,17 +408,24 @@ struct ForwardConsumer {
   BiasSource bias_from;  // of this warp's rows; only where every bias is staged
   typename Config::OtherHalf other_half = shared.other_half(uniform(threadIdx.x / 32) - 4);
 
-  // Is the mask of a block read while the one before is softened? In the loop for masks alone, where
-  // registers are left.
+  // Is the mask of a block read while the one before is softened, and what does not change from block to
+  // block kept? In the loop for masks alone, where registers are left.
   static constexpr bool kReadsMaskAhead = kPolicy.mask == Presence::kAlways && kHeadDim <= 128 && !kIsFine;
 
   // What depends on the single pair, of the block whose scores are being formed. General form only.
   struct {
     ListEntry entry;
     PairBits<kBlockN / 8> visible[1];
-    // Read ahead, if kReadsMaskAhead: of the next block, and the entry of the one after it.
-    ListEntry next_entry, entry_after;
+    // Read ahead, if kReadsMaskAhead: the next block's.
+    ListEntry next_entry;
     MaskWords<kBlockN / 8> next_words;
+    // Then, too: lane i has the list's entry of block top - i.
+    uint32_t entries;
+    int top;
+    // And of this warp's rows: their words (null: there are segments alone), and the keys that all of them
+    // see but for mask and segments.
+    const uint32_t* mask_rows[2];
+    KeyRange seen;
   } block;
 
   __device__ __forceinline__ ForwardConsumer(const ForwardArguments& arguments, ForwardShared<Config> shared,
@@ -483,6 +490,13 @@ struct ForwardConsumer {
     blocks = {uniform(rows.begin), uniform(rows.end), uniform(rows.whole_begin), uniform(rows.whole_end)};
     if constexpr (Config::kPlanes) logit = arguments.logit.times_power(uniform(tile().score_exponent));
     if constexpr (kPolicy.staged_bias == Presence::kAlways) bias_from = bias_source<kBlockN>(pairs(), row0());
+    if constexpr (kReadsMaskAhead) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        block.mask_rows[h] = pairs().head.mask_words ? mask_row(pairs(), row0(), h) : nullptr;
+      }
+      block.seen = tile().mask.seen_by_all(row0(), 16);
+    }
     return true;
   }
 
@@ -571,13 +585,22 @@ struct ForwardConsumer {
     }
   }
 
-  // Begins to read the mask of block n, the first of a tile or the one after the last that was begun.
+  // Begins to read the mask of block n: the first of a tile, or the one after the last that was begun. After
+  // the tile's last, reads that again, so the loop has one branch less.
   __device__ __forceinline__ void read_mask_ahead(int n, bool is_first = false) {
     if constexpr (kReadsMaskAhead) {
-      block.next_entry = is_first ? tile().keys.entry(n) : block.entry_after;
-      if (n > blocks.begin) block.entry_after = tile().keys.entry(n - 1);
+      if (is_first || block.top - n == 32) {
+        block.top = n;
+        block.entries = tile().keys.entry(max(n - lane_id(), blocks.begin)).bits;
+      }
+      block.next_entry = {__shfl_sync(0xffffffff, block.entries, block.top - n)};
       if (!block.next_entry.is_whole(consumer)) {
-        load_mask_words(block.next_words, pairs(), row0(), kBlockN * block.next_entry.unit());
+        const int first_key = kBlockN * block.next_entry.unit();
+        if (block.mask_rows[0]) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            load_words(block.next_words.words[h], pairs(), block.mask_rows[h], first_key);
+        }
       }
     }
   }
@@ -587,7 +610,8 @@ struct ForwardConsumer {
     if constexpr (kReadsMaskAhead) {
       block.entry = block.next_entry;
       if (!block.entry.is_whole(consumer)) {
-        block.visible[0] = mask_bits(block.next_words, pairs(), first_key(n));
+        block.visible[0] = {~0u};
+        if (block.mask_rows[0]) block.visible[0] = mask_bits(block.next_words, first_key(n));
         clear_other_segments(block.visible[0], pairs(), row0(), first_key(n));
       }
     } else if constexpr (kPolicy.may_have_mask()) {
@@ -616,7 +640,7 @@ struct ForwardConsumer {
     }
     if constexpr (kPolicy.may_have_mask()) {
       if (!block.entry.is_whole(consumer)) fill_unset(scores, block.visible, -INFINITY);
-      if (n > blocks.begin) read_mask_ahead(n - 1);
+      read_mask_ahead(n - 1);
     }
     if constexpr (kMasked) hide(scores, n);
     const bool moved = softmax.raise_maximum(scores, logit.scale_log2, factor);
@@ -630,7 +654,8 @@ struct ForwardConsumer {
     if constexpr (!kPolicy.may_have_mask()) {
       if (n < blocks.whole_begin) fill_before(scores, tile().mask, row, n * kBlockN, -INFINITY);
       if (n >= blocks.whole_end) fill_behind(scores, tile().mask, row, n * kBlockN, -INFINITY);
-    } else if (!tile().mask.covers(row, 16, first_key(n), kBlockN)) {
+    } else if (kReadsMaskAhead ? !block.seen.contains(first_key(n), kBlockN)
+                               : !tile().mask.covers(row, 16, first_key(n), kBlockN)) {
       fill_hidden(scores, tile().mask, row, first_key(n), -INFINITY);
     }
   }

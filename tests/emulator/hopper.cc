@@ -203,9 +203,9 @@ void run_product(const std::array<std::vector<Product>, 128>& group, size_t inde
     for (int i = 0; i < product.n / 2; ++i) {
       const int row = thread / 32 * 16 + i / 2 % 2 * 8 + thread % 32 / 4;
       const int column = i / 4 * 8 + thread % 4 * 2 + i % 2;
-      double sum = product.accumulate ? mine.d[i] : 0;
-      for (int k = 0; k < 16; ++k) sum += double{a[row][k]} * b[column][k];
-      mine.d[i] = static_cast<float>(sum);
+      double terms[17] = {product.accumulate ? mine.d[i] : 0};
+      for (int k = 0; k < 16; ++k) terms[1 + k] = double{a[row][k]} * b[column][k];
+      mine.d[i] = sum_of_products<float>(terms);
     }
   }
 }

@@ -99,6 +99,24 @@ OfLanes<T> from_all_lanes(const T& mine) {
   return {exchange(&mine, sizeof(T))};
 }
 
+// The sum that tensor cores compute in an instruction. Those of float32 drop the bits of each term below the
+// 26th of the largest term, and of the sum what float32 does not hold; the rounding errors of an H100 agree.
+template <class Number, int kTerms>
+Number sum_of_products(const double (&terms)[kTerms]) {
+  double sum = 0, largest = 0;
+  for (const double term : terms) {
+    sum += term;
+    if (std::fabs(term) > largest) largest = std::fabs(term);
+  }
+  if (sizeof(Number) == sizeof(double) || largest == 0 || !std::isfinite(sum)) return static_cast<Number>(sum);
+  const double scale = std::ldexp(1.0, 25 - std::ilogb(largest));
+  int64_t units = 0;
+  for (const double term : terms) units += static_cast<int64_t>(term * scale);
+  sum = static_cast<double>(units) / scale;
+  const auto rounded = static_cast<Number>(sum);
+  return std::fabs(rounded) > std::fabs(sum) ? std::nextafter(rounded, Number{0}) : rounded;
+}
+
 // A copy is made when its thread waits for it, and not before.
 void copy_later(uint32_t to, const void* from, int bytes, bool valid);
 void commit_copies();

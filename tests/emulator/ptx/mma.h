@@ -1,4 +1,4 @@
-// cuda/ptx/mma.h for the host. A product is rounded once, where tensor cores round towards zero.
+// cuda/ptx/mma.h for the host.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,19 +22,21 @@ template <int kPerLane, class Number, class Register, class F>
 void multiply(Number (&d)[4], const Register (&a)[4], const Register (&b)[2], F element) {
   const auto all = emulator::from_all_lanes(MmaOperands<Register>{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  double sums[4] = {d[0], d[1], d[2], d[3]};
+  constexpr int kTerms = 1 + 8 * kPerLane;
+  double terms[4][kTerms] = {{d[0]}, {d[1]}, {d[2]}, {d[3]}};
+  int term = 1;
   for (int half = 0; half < 2; ++half) {  // of the k
     for (int lane = 0; lane < 4; ++lane) {
       const MmaOperands<Register> row = all[4 * g + lane];
       const MmaOperands<Register> columns[2] = {all[4 * (2 * t) + lane], all[4 * (2 * t + 1) + lane]};
-      for (int i = 0; i < kPerLane; ++i) {
+      for (int i = 0; i < kPerLane; ++i, ++term) {
         for (int j = 0; j < 4; ++j) {
-          sums[j] += double{element(row.a[j / 2 + 2 * half], i)} * element(columns[j % 2].b[half], i);
+          terms[j][term] = double{element(row.a[j / 2 + 2 * half], i)} * element(columns[j % 2].b[half], i);
         }
       }
     }
   }
-  for (int j = 0; j < 4; ++j) d[j] = static_cast<Number>(sums[j]);
+  for (int j = 0; j < 4; ++j) d[j] = emulator::sum_of_products<Number>(terms[j]);
 }
 
 template <class Element>
