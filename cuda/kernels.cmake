@@ -88,11 +88,15 @@ if(JAX_FLASH_FLOAT64)
   endif()
 endif()
 
-# Short sequences. A tile of 32 columns has half of the bytes, which is most of the work.
+# Short sequences. A tile of 32 columns has half of the bytes, which is most of the work; float32 has no other.
 foreach(head_dim IN ITEMS 32 64)
+  set(arithmetics ${all_16_bit})
+  if(head_dim EQUAL 32)
+    list(APPEND arithmetics tf32)
+  endif()
   if(head_dim IN_LIST JAX_FLASH_HEAD_DIMS)
     foreach(direction IN ITEMS short_forward short_backward short_backward_bias)
-      jax_flash_kernels(${direction} sm80 "${all_16_bit}" ${head_dim})
+      jax_flash_kernels(${direction} sm80 "${arithmetics}" ${head_dim})
     endforeach()
   endif()
 endforeach()

@@ -189,15 +189,17 @@ constexpr BackwardBiasTile backward_bias_tile(int element_bytes) {
   return {64, 64, 32, 4, 2, 2};                            // 32 KB
 }
 
-// Of the kernels for short sequences (16 bits, head dims up to 64): a block has all pairs of a head, 16
+// Of the kernels for short sequences (head dims up to 64, in float32 32): a block has all pairs of a head, 16
 // queries for each warp, and several blocks of a multiprocessor hide each other's loads.
 inline constexpr int kShortRows = 64;  // the most queries, and the most keys
 static_assert(kShortRows == kShortLength);
 constexpr ForwardTile short_forward_tile(int head_dim, bool general) {
-  return {kShortRows, kShortRows, 4, 4, head_dim <= 32 && !general ? 5 : 4};  // 20, 40 KB
+  return {kShortRows, kShortRows, 4, 4, head_dim <= 32 && !general ? 5 : 4};  // 20, 40 KB; float32 40
 }
-constexpr int short_backward_blocks(int head_dim) { return head_dim <= 32 ? 4 : 3; }  // of 32, 48 KB
-inline constexpr int kShortBackwardBiasBlocks = 3;                                    // of 32, 64 KB
+constexpr int short_backward_blocks(int element_bytes, int head_dim) {
+  return element_bytes * head_dim <= 64 ? 4 : 3;  // of 32, 48 KB; float32 64
+}
+inline constexpr int kShortBackwardBiasBlocks = 3;  // of 32, 64 KB; float32 64
 
 }  // namespace jax_flash::cuda::sm80
 

@@ -643,6 +643,8 @@ CASES = [
     case("short, causal", batch=3, t=49, s=49, n=3, k=3, h=32, is_causal=True),
     case("short, groups", t=50, s=61, n=6, k=2, h=24, hv=40, local_window_size=(20, 5), query_offset=(3, -9)),
     case("short, head dim 33", t=17, s=64, h=33, hv=7),
+    case("short, head dims 7 and 5", t=17, s=63, n=4, k=2, h=7, hv=5, key_value_seq_lengths=(63, 20)),
+    case("short, dropout", t=64, s=50, h=32, dropout_rate=0.3, dropout_seed=5),
     case(
         "short, lengths, sinks",
         t=60,

@@ -1,8 +1,9 @@
 // The backward pass of short sequences, in one launch (short_gradients.cuh).
 //
 // A block has all queries and keys of one key head, and walks the query heads of its group. The sums over
-// queries and heads, dk and dv, stay in registers; those over keys, dq, are complete after each head. So
-// nothing is added in memory, and every sum has one order.
+// queries and heads, dk and dv, stay in registers, of 32 keys in each warp: half of the warps have dv, the
+// others dk. Those over keys, dq, are complete after each head. So nothing is added in memory, and every sum
+// has one order.
 #pragma once
 
 #include "sm80/short_gradients.cuh"
@@ -18,10 +19,13 @@ struct ShortBackwardConfig : ShortGradientsConfig<Arithmetic, kHeadDim, kPolicy>
   using Base = ShortGradientsConfig<Arithmetic, kHeadDim, kPolicy>;
   using ScoreTile = SharedTile<Arithmetic, Base::kRows, Base::kRows>;
   static constexpr int kSharedBytes = 4 * Base::Tile::kBytes + 2 * ScoreTile::kBytes;
+  static constexpr int kKeyWarps = 2, kWarpKeys = Base::kRows / kKeyWarps;  // of dk and of dv
+  static_assert(Base::kThreads == 32 * 2 * kKeyWarps);
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, short_backward_blocks(Config::kHeadDim))
+__global__ void __launch_bounds__(Config::kThreads,
+                                  short_backward_blocks(sizeof(typename Config::Element), Config::kHeadDim))
     short_backward_kernel(const __grid_constant__ ShortGradientsArguments arguments) {
   using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
@@ -45,10 +49,11 @@ __global__ void __launch_bounds__(Config::kThreads, short_backward_blocks(Config
   const ScoreTile sDs{sP.base + ScoreTile::kBytes};         // [kRows, kRows]
   load_short_rows<Config>(arguments.k, arguments.v, kv_row0, kv_head, mask.kv_length, k_and_v);
 
-  const int row0 = threadIdx.x / 32 * Config::kWarpRows;  // of the warp: queries, and in dk and dv keys
-  float dk[1][kColumnTiles][4], dv[1][kColumnTiles][4];
-  clear(dk);
-  clear(dv);
+  const int warp = threadIdx.x / 32, row0 = warp * Config::kWarpRows;  // queries
+  const int key0 = warp % Config::kKeyWarps * Config::kWarpKeys;
+  const bool has_dk = warp >= Config::kKeyWarps;
+  float dkv[Config::kWarpKeys / 16][kColumnTiles][4];  // [kWarpKeys, kHeadDim] of dk or dv
+  clear(dkv);
 #pragma unroll 1
   for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     load_short_rows<Config>(arguments.q, arguments.dout, q_row0, head, mask.q_length, q_and_dout);
@@ -81,29 +86,31 @@ __global__ void __launch_bounds__(Config::kThreads, short_backward_blocks(Config
     }
     __syncthreads();
 
-    // ---- dv += p^T dout, dk += ds^T q ----
+    // ---- dk += ds^T q, dv += p^T dout ----
+    const Tile rows{has_dk ? q_and_dout : q_and_dout + Tile::kBytes};
     multiply_add<Arithmetic, Config::kRows / kStepK<Arithmetic>>(
-        dv, MnMajorA<Arithmetic, ScoreTile, 1>(sP, row0),
-        MnMajorB<Arithmetic, Tile>(Tile{q_and_dout + Tile::kBytes}, 0));
-    multiply_add<Arithmetic, Config::kRows / kStepK<Arithmetic>>(
-        dk, MnMajorA<Arithmetic, ScoreTile, 1>(sDs, row0), MnMajorB<Arithmetic, Tile>(Tile{q_and_dout}, 0));
+        dkv, MnMajorA<Arithmetic, ScoreTile, Config::kWarpKeys / 16>(has_dk ? sDs : sP, key0),
+        MnMajorB<Arithmetic, Tile>(rows, 0));
     if (group > 1) __syncthreads();  // all have finished with the tiles of this head
   }
 
   // ---- Write dk and dv; keys beyond the length get zeros ----
+  auto* to = static_cast<Element*>(has_dk ? params.dk : params.dv);
+  const int columns = has_dk ? arguments.k.head_dim : arguments.v.head_dim;
+  const float factor = has_dk                   ? arguments.logit.scale
+                       : Config::kPolicy.others ? arguments.pairs.kept_factor
+                                                : 1;
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = row0 + accumulator_row(0, h);
-    if (row >= params.seqlen_kv) continue;
-    const int64_t index = (kv_row0 + row) * num_kv_heads + kv_head;
-    auto write = [&](void* to, int columns, float factor, const auto& acc) {
-      Element* gRow = static_cast<Element*>(to) + index * columns;
-      for_each_run<Arithmetic>(acc, 0, h, [&](int column, const auto& values) {
+  for (int mt = 0; mt < Config::kWarpKeys / 16; ++mt) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = key0 + mn_major_accumulator_row<Arithmetic>(mt, h);
+      if (row >= params.seqlen_kv) continue;
+      Element* gRow = to + ((kv_row0 + row) * num_kv_heads + kv_head) * columns;
+      for_each_run<Arithmetic>(dkv, mt, h, [&](int column, const auto& values) {
         store_run<Arithmetic>(gRow, column, columns, row < mask.kv_length, factor, values);
       });
-    };
-    write(params.dk, arguments.k.head_dim, arguments.logit.scale, dk);
-    write(params.dv, arguments.v.head_dim, Config::kPolicy.others ? arguments.pairs.kept_factor : 1, dv);
+    }
   }
 }
 

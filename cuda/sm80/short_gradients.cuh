@@ -76,6 +76,9 @@ class ShortOutRows {
         if (rows.copy_bytes == 16) {
           const uint4 x = count > 0 ? *reinterpret_cast<const uint4*>(from + column) : uint4{};
           words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+        } else if constexpr (sizeof(Element) == 4) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) words[j] = j < count ? __float_as_uint(from[column + j]) : 0;
         } else {
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
@@ -98,9 +101,13 @@ class ShortOutRows {
       ptx::load_shared_x4(words, dout.base + row * Tile::kRowBytes + Tile::chunk_offset(row, chunk(i)));
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float2 x = unpack<typename Config::Arithmetic>(out_[h][i][j]),
-                     y = unpack<typename Config::Arithmetic>(words[j]);
-        sum = fmaf(x.x, y.x, fmaf(x.y, y.y, sum));
+        if constexpr (sizeof(Element) == 4) {
+          sum = fmaf(__uint_as_float(out_[h][i][j]), __uint_as_float(words[j]), sum);
+        } else {
+          const float2 x = unpack<typename Config::Arithmetic>(out_[h][i][j]),
+                       y = unpack<typename Config::Arithmetic>(words[j]);
+          sum = fmaf(x.x, y.x, fmaf(x.y, y.y, sum));
+        }
       }
     }
     return row_sum(sum);
