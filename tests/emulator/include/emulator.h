@@ -108,7 +108,8 @@ Number sum_of_products(const double (&terms)[kTerms]) {
     sum += term;
     if (std::fabs(term) > largest) largest = std::fabs(term);
   }
-  if (sizeof(Number) == sizeof(double) || largest == 0 || !std::isfinite(sum)) return static_cast<Number>(sum);
+  if (sizeof(Number) == sizeof(double) || largest == 0 || !std::isfinite(sum))
+    return static_cast<Number>(sum);
   const double scale = std::ldexp(1.0, 25 - std::ilogb(largest));
   int64_t units = 0;
   for (const double term : terms) units += static_cast<int64_t>(term * scale);
