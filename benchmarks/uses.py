@@ -449,7 +449,9 @@ def program_of(attention: Callable[..., jax.Array], direction: str) -> Callable[
 def call_of_layers(
     use: Use, attention: Callable[..., jax.Array], operands: Operands
 ) -> Callable[[], jax.Array]:
-    """The attention of `num_layers` layers, compiled as one program, with its arrays."""
+    """The forward pass of `num_layers` layers, compiled as one program, with its arrays."""
+    assert not use.is_trained
+    assert set(operands.differentiated) == {"query", "key", "value"}
     query = operands.differentiated["query"]
     caches = [
         {name: jnp.roll(operands.differentiated[name], layer, axis=0) for name in ("key", "value")}
@@ -462,7 +464,9 @@ def call_of_layers(
         return query
 
     arrays = (query, caches, operands.others)
-    return functools.partial(jax.jit(layers).lower(*arrays).compile(), *arrays)
+    with jax.default_matmul_precision(use.precision):
+        lowered = jax.jit(layers).lower(*arrays)
+    return functools.partial(lowered.compile(), *arrays)
 
 
 def measure_use(use: Use, names: Sequence[str], timer: Timer) -> measure.Json:
@@ -530,7 +534,7 @@ TABLE_HEAD = (
 
 
 def use_of(row: measure.Json) -> Use:
-    return Use(**{field.name: row[field.name] for field in dataclasses.fields(Use)})
+    return Use(**{field.name: row.get(field.name, field.default) for field in dataclasses.fields(Use)})
 
 
 def directions_of(row: measure.Json) -> list[str]:

@@ -54,8 +54,8 @@ inline constexpr int64_t kVisibilityBlock = 64;
 // The kernel for few queries takes at most this many.
 inline constexpr int64_t kDecodeQueries = 16;
 
-// Kernels of their own serve calls with at most this many queries and at most this many keys (16 bits, head
-// dims up to 64).
+// Kernels of their own serve calls with at most this many queries and at most this many keys, and head dims
+// up to 64; in float32, at the default precision, up to 32.
 inline constexpr int64_t kShortLength = 64;
 
 // Row statistics (delta, lse_log2) have T rounded up to a multiple of this, so every CUDA kernel reads whole

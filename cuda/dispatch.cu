@@ -254,7 +254,7 @@ std::string run_forward(const ForwardParams& params, cudaStream_t stream, int de
       if (status.is_served()) return describe(status.error());
     }
     if (is_short(params)) {
-      const Status status = try_kernels(Direction::short_forward, params, context);
+      const Status status = try_kernels(Direction::short_forward, without_planes(params), context);
       if (status.is_served()) return describe(status.error());
     }
     if (const Status status = try_planes(params, context, try_forward); status.is_served())

@@ -87,15 +87,19 @@ __global__ void __launch_bounds__(kSegmentThreads)
   }
 }
 
-// The thread blocks of mask_visibility_kernel have a warp for each of 16 blocks of 64 queries and 64 keys,
-// four by four, so that they write whole sectors of 32 bytes of both kinds of words; one by 16 if the queries
-// are fewer than four blocks.
+// The thread blocks of mask_visibility_kernel have a warp for each of 16 blocks of 64 queries and 64 keys: in
+// a large mask four by four, so that they write whole sectors of 32 bytes of both kinds of words; in a small
+// one of as many heads as have room.
 constexpr int kMaskWarps = 16, kMaskThreads = 32 * kMaskWarps;
 
 struct MaskTile {
-  int m, n;  // blocks of queries and of keys
+  int m, n, heads;  // blocks of queries, of keys; of how many of the B * N' heads
 
-  __host__ __device__ explicit MaskTile(int64_t m_blocks) : m(m_blocks < 4 ? 1 : 4), n(kMaskWarps / m) {}
+  __host__ __device__ MaskTile(int64_t m_blocks, int64_t n_blocks)
+      : m(m_blocks < 8 && m_blocks != 4 ? 1 : 4), n(1) {
+    while (n < n_blocks && m * n < kMaskWarps) n *= 2;
+    heads = kMaskWarps / (m * n);
+  }
 };
 
 // The visibility [B, N', M, U] of each block of 64 queries and 64 keys by mask and segments alone, and the
@@ -107,27 +111,29 @@ __global__ void __launch_bounds__(kMaskThreads)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
   const int m_blocks = (seqlen_q + kBlock - 1) / kBlock, n_blocks = (seqlen_kv + kBlock - 1) / kBlock;
-  const MaskTile tile(m_blocks);
+  const MaskTile tile(m_blocks, n_blocks);
   const int m_tiles = (m_blocks + tile.m - 1) / tile.m, n_tiles = (n_blocks + tile.n - 1) / tile.n;
   const int first_m = static_cast<int>(blockIdx.x / n_tiles) % m_tiles * tile.m;
   const int first_n = static_cast<int>(blockIdx.x % n_tiles) * tile.n;
-  const int64_t batch_and_head = blockIdx.x / n_tiles / m_tiles;
-  const int64_t batch = batch_and_head / visible.num_heads, head = batch_and_head % visible.num_heads;
+  const int64_t first_head = int64_t{blockIdx.x / n_tiles / m_tiles} * tile.heads;
+  const int64_t num_heads = params.batch * visible.num_heads;
 
   // Of each warp's block: the keys of each query, and the queries of each key.
   __shared__ uint2 of_queries[kMaskWarps][kBlock], of_keys[kMaskWarps][kBlock];
 
   // ---- Each warp: the bits of its block ----
-  const int m = first_m + warp / tile.n, n = first_n + warp % tile.n;
-  if (m < m_blocks && n < n_blocks) {
+  const int m = first_m + warp / tile.n % tile.m, n = first_n + warp % tile.n;
+  const int64_t batch_and_head = first_head + warp / tile.n / tile.m;
+  if (m < m_blocks && n < n_blocks && batch_and_head < num_heads) {
+    const int64_t batch = batch_and_head / visible.num_heads, head = batch_and_head % visible.num_heads;
     const int m_start = m * kBlock, n_start = n * kBlock;
     const int rows = min(kBlock, seqlen_q - m_start), keys = min(kBlock, seqlen_kv - n_start);
     bool any = true, all = true;
     if (params.has_segments()) {
-      const auto a = SegmentRange::of(params.query_segment_ids + batch * seqlen_q + m_start, rows);
-      const auto b = SegmentRange::of(params.key_value_segment_ids + batch * seqlen_kv + n_start, keys);
-      any = a.may_meet(b);
-      all = a.is_same_segment_as(b);
+      const auto of_q = SegmentRange::of(params.query_segment_ids + batch * seqlen_q + m_start, rows);
+      const auto of_k = SegmentRange::of(params.key_value_segment_ids + batch * seqlen_kv + n_start, keys);
+      any = of_q.may_meet(of_k);
+      all = of_q.is_same_segment_as(of_k);
     }
     // Even where segments hide everything: another batch element may share this part of the mask. Four lanes
     // read a row of the block, 16 keys each, and put it together in shared memory.
@@ -188,17 +194,21 @@ __global__ void __launch_bounds__(kMaskThreads)
     if (!bits.words) return;
     const int row0 = kBlock * (are_of_keys ? first_n : first_m), length = are_of_keys ? seqlen_kv : seqlen_q;
     const int block0 = are_of_keys ? first_m : first_n, num_blocks = are_of_keys ? m_blocks : n_blocks;
-    const int blocks_in_row = are_of_keys ? tile.m : tile.n;
+    const int along = are_of_keys ? tile.m : tile.n, across = are_of_keys ? tile.n : tile.m;
     for (int i = threadIdx.x; i < kMaskWarps * kBlock; i += kMaskThreads) {
-      const int block = i % blocks_in_row, row = i / blocks_in_row % kBlock,
-                other = i / blocks_in_row / kBlock;
-      const int to_row = row0 + other * kBlock + row, to_block = block0 + block;
+      const int block = i % along, row = i / along % kBlock, row_block = i / along / kBlock % across;
+      const int tile_head = i / along / kBlock / across;
+      const int64_t batch_and_head = first_head + tile_head;
+      const int to_row = row0 + row_block * kBlock + row, to_block = block0 + block;
+      if (to_row >= length || to_block >= num_blocks || batch_and_head >= num_heads) continue;
       // An axis of size 1 has one row, or one block with equal bits.
-      if (to_row >= length || to_block >= num_blocks || (bits.row_stride == 0 && row > 0)) continue;
-      uint2 x = words[are_of_keys ? block * tile.n + other : other * tile.n + block][row];
+      if (bits.row_stride == 0 && row > 0) continue;
+      const int place = are_of_keys ? block * tile.n + row_block : row_block * tile.n + block;
+      uint2 x = words[tile_head * tile.m * tile.n + place][row];
       if (bits.word_step == 0) x.x = x.y = x.x != 0 ? ~0u : 0;
-      uint32_t* to = bits.words + batch * bits.batch_stride + head * bits.head_stride +
-                     to_row * bits.row_stride + 2 * to_block * bits.word_step;
+      uint32_t* to = bits.words + batch_and_head / visible.num_heads * bits.batch_stride +
+                     batch_and_head % visible.num_heads * bits.head_stride + to_row * bits.row_stride +
+                     2 * to_block * bits.word_step;
       *reinterpret_cast<uint2*>(to) = x;
     }
   };
@@ -281,10 +291,10 @@ Status launch_visibility(const AttentionParams& params, const LaunchContext& con
     const int64_t groups = ceil_div(m_blocks, kSegmentBlocksM) * ceil_div(n_blocks, kSegmentBlocksN);
     return launch(segment_visibility_kernel, params.batch * groups, kSegmentThreads, 0, context, params);
   }
-  const MaskTile tile(m_blocks);
-  const int64_t tiles = ceil_div(m_blocks, tile.m) * ceil_div(n_blocks, tile.n);
-  return launch(mask_visibility_kernel, params.batch * params.visible.num_heads * tiles, kMaskThreads, 0,
-                context, params);
+  const MaskTile tile(m_blocks, n_blocks);
+  const int64_t tiles = ceil_div(m_blocks, tile.m) * ceil_div(n_blocks, tile.n) *
+                        ceil_div(params.batch * params.visible.num_heads, tile.heads);
+  return launch(mask_visibility_kernel, tiles, kMaskThreads, 0, context, params);
 }
 
 Status launch_lists(const AttentionParams& params, const ListShape& shape, const LaunchContext& context) {

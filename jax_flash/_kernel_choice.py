@@ -181,7 +181,7 @@ def hopper_head_dim(direction: str, dtype, head_dims: tuple[int, int], arithmeti
 
 def kernel_head_dim(kind: str, dtype, head_dim: int, arithmetic: str | None = None) -> int:
     """The head dim of the compiled kernel that serves this one; 0 if there is none. kind: such as "forward sm80"."""
-    # But for planes, tf32x3 has the same head dims as tf32.
+    # But for planes and short sequences, tf32x3 has the same head dims as tf32.
     arithmetic = arithmetic or ("tf32" if dtype == jnp.float32 else dtype.name)
     names = (name.rsplit(" ", 1) for name in _ffi.build_info()["kernels"])
     compiled = (int(size) for name, size in names if name == f"{kind} {arithmetic}")

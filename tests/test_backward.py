@@ -7,6 +7,7 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 import quick
 from cases import CASES, DTYPES, PAIRS, Case, Mask, Segments
@@ -32,6 +33,19 @@ def test_pair_of_options_is_close_to_exact(case, wanted, platform):
             got, gradients = harness.run_with_operands(case, dtype, precision=precision)
             harness.check(got, case, dtype, rule)
             harness.check_operands(gradients, case, dtype, rule)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 256])
+@pytest.mark.parametrize("lengths", [(64, 61), (200, 190)], ids=["short", "long"])
+def test_errors_of_float32_cancel(lengths, head_dim, platform):
+    """An operand that is rounded to TF32 twice would be too large on average."""
+    (t, s), rng = lengths, np.random.default_rng(0)
+    arrays = [rng.standard_normal((2, n, 2, head_dim)).astype(np.float32) for n in (t, s, s, t)]
+    out, vjp = jax.vjp(jax_flash.flash_attention, *arrays[:3])
+    want = oracle.attention(*arrays)
+    for name, x in zip(("out", "dq", "dk", "dv"), (out, *vjp(arrays[3])), strict=True):
+        exact = getattr(want, name)
+        assert abs(np.vdot(x - exact, exact)) < 5e-5 * np.vdot(exact, exact), name
 
 
 GROUPED = [case for case in CASES if case.num_kv_heads < case.num_heads]

@@ -109,6 +109,8 @@ def test_room_for_ordered_sums_of_dq(capability, head_dim, hides_pairs, sums, mo
     [
         ((64, 64), (64, 64), "bfloat16", False),
         ((49, 1), (8, 24), "float16", False),
+        ((64, 64), (32, 32), "float32", False),
+        ((64, 64), (32, 33), "float32", True),
         ((65, 64), (64, 64), "bfloat16", True),
         ((64, 65), (64, 64), "bfloat16", True),
         ((64, 64), (64, 72), "bfloat16", True),
@@ -119,6 +121,7 @@ def test_room_for_sums_of_dq_of_short_sequences(lengths, head_dims, dtype, sums,
     """There is none where the kernel for them runs, on any GPU."""
     set_local_gpus(monkeypatch, "8.0")
     kernels = [f"short_backward sm80 {x} {size}" for x in ("bfloat16", "float16") for size in (32, 64)]
+    kernels.append("short_backward sm80 tf32 32")
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
     T, S = (export.symbolic_shape(x)[0] if isinstance(x, str) else x for x in lengths)
     sizes = zip((T, S, S), (head_dims[0], *head_dims), strict=True)

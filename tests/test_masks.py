@@ -272,6 +272,29 @@ def test_mask_of_each_head(shape, dtype, platform):
     probe(2, 131, 129, dtype, num_heads=6, num_kv_heads=2, mask=mask)
 
 
+# Sizes, and the number of heads with a mask of their own.
+GROUPS_OF_MASK_BLOCKS = {
+    "one of many heads": (5, 40, 60, 6),
+    "two by three": (2, 100, 150, 3),
+    "four by one": (3, 250, 50, 2),
+    "four by five": (1, 256, 320, 1),
+    "five by four": (2, 261, 256, 3),
+    "nine by ten": (2, 517, 630, 1),
+    "one by many": (2, 60, 1100, 1),
+}
+
+
+@pytest.mark.parametrize("broadcast", ["", "B", "N", "T", "S", "BNT", "BNS"])
+@pytest.mark.parametrize(("sizes", "dtype"), quick.in_turn(GROUPS_OF_MASK_BLOCKS, DTYPES))
+def test_groups_of_blocks_of_a_mask(sizes, dtype, broadcast, platform):
+    """A thread block makes the bits of several blocks of 64 x 64, or of several heads."""
+    batch, seqlen_q, seqlen_kv, num_heads = sizes
+    shape = zip("BNTS", (batch, num_heads, seqlen_q, seqlen_kv), strict=True)
+    mask = np.random.default_rng(0).random([1 if axis in broadcast else size for axis, size in shape]) < 0.3
+    kv_heads = 1 if num_heads % 2 else 2
+    probe(batch, seqlen_q, seqlen_kv, dtype, num_heads=num_heads, num_kv_heads=kv_heads, mask=mask)
+
+
 @pytest.mark.parametrize(
     ("size", "dtype"),
     quick.in_turn(SIZES[1:], DTYPES, quick=[1, 63, 65, 129]),

@@ -175,6 +175,7 @@ struct MnMajorA {
     } else {
       static_assert(kMTiles == 2 || kIs64Bit<Arithmetic>,
                     "four interleaved groups of 8 rows are read at once");
+      static_assert(Tile::kRounded || !std::is_same_v<Arithmetic, tf32>, "it is rounded already");
       constexpr int kChunkRows = 16 / sizeof(typename Arithmetic::Element);
       lane_base = Tile::moved(tile.lane_base(2 * (lane % 4), lane / 4), 0, row / kChunkRows);
       lane_base_odd = Tile::moved(tile.lane_base(2 * (lane % 4) + 1, lane / 4), 0, row / kChunkRows);

@@ -17,7 +17,7 @@ namespace jax_flash::cuda::sm80 {
 template <class Arithmetic, int kHeadDim, PairPolicy kPolicy>
 struct ShortBackwardConfig : ShortGradientsConfig<Arithmetic, kHeadDim, kPolicy> {
   using Base = ShortGradientsConfig<Arithmetic, kHeadDim, kPolicy>;
-  using ScoreTile = SharedTile<Arithmetic, Base::kRows, Base::kRows>;
+  using ScoreTile = SharedTile<Arithmetic, Base::kRows, Base::kRows, /*kRounded=*/true>;
   static constexpr int kSharedBytes = 4 * Base::Tile::kBytes + 2 * ScoreTile::kBytes;
   static constexpr int kKeyWarps = 2, kWarpKeys = Base::kRows / kKeyWarps;  // of dk and of dv
   static_assert(Base::kThreads == 32 * 2 * kKeyWarps);

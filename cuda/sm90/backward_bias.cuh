@@ -11,15 +11,15 @@
 //   warp 1      loads keys and values
 //   warps 4...  two consumers
 //
-// Timeline of one consumer: the last item of a tile t and the first item of the next tile u, with parts 0 and
-// 1 of the keys. S issues q k^T, D issues dout v^T. The other consumer does the same without waiting for this
-// one.
+// Timeline of one consumer: two items, a and b, of a tile and the first item of the next tile u, with parts 0
+// and 1 of the keys. S issues q k^T, D issues dout v^T. The scores of a part are formed while p and ds of the
+// part before it are computed. The other consumer does the same without waiting for this one.
 //
-//   warp 0                             q(u), dout(u)
-//   warp 1         k1, v1              k0(u), v0(u)                       k1(u), v1(u)
-//   tensor cores   S0 D0               S1 D1                            S0(u) D0(u)
-//   other units        p0, sums += ds0     p1, sums += ds1 | sums out         p0, sums += ds0
-//                                                          ^ tile boundary
+//   warp 0                       q(b), dout(b)                  q(u), dout(u)
+//   warp 1         k1, v1(a)     k0, v0(b)      k1, v1(b)       k0, v0(u)            k1, v1(u)
+//   tensor cores   S0 D0 S1(a)   D1(a) S0(b)    D0 S1(b)        D1(b)       S0 D0 S1(u)
+//   other units                  p0, ds0(a)     p1, ds1(a)      p0, ds0(b)  p1, ds1(b) | sums out
+//                                                                                      ^ tile boundary
 //
 // Barriers. A ring has "full" and "empty" for each of its stages (ring.cuh). With TMA, a phase of "full" also
 // waits for the bytes.
@@ -93,9 +93,10 @@ struct BackwardBiasConfig {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr PairPolicy kPolicy = kAnyPairs;
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
-  static constexpr int kBlockM = 64 * kConsumers, kBlockN = 128, kPartN = 64, kParts = kBlockN / kPartN;
-  static constexpr int kStages = 2;  // buffers of queries and dout, and of keys and values
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr int kBlockM = 64 * kConsumers, kParts = 2, kPartN = 64, kBlockN = kParts * kPartN;
+  static constexpr int kQStages = kHeadDim <= 64 ? 3 : 2;   // buffers of queries and dout
+  static constexpr int kKvStages = kHeadDim <= 64 ? 4 : 2;  // buffers of keys and values
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   using Tile = BiasSumsTile<kBlockM, kBlockN>;
   using WarpBias = BiasBuffer</*kTransposed=*/false, kPartN>;
 
@@ -104,9 +105,10 @@ struct BackwardBiasConfig {
   static constexpr int kChunks = kHeadDim / kChunkColumns;
   static constexpr int kQChunkBytes = kBlockM * kChunkRowBytes, kKvChunkBytes = kPartN * kChunkRowBytes;
   static constexpr int kQBytes = kChunks * kQChunkBytes, kKvBytes = kChunks * kKvChunkBytes;
-  static constexpr int kDout = kStages * kQBytes, kK = 2 * kDout, kV = kK + kStages * kKvBytes;
-  static constexpr int kBias = kV + kStages * kKvBytes;
-  static constexpr int kBarriers = kBias + 4 * kConsumers * WarpBias::kBytes, kNumBarriers = 5 * kStages + 2;
+  static constexpr int kDout = kQStages * kQBytes, kK = 2 * kDout, kV = kK + kKvStages * kKvBytes;
+  static constexpr int kBias = kV + kKvStages * kKvBytes;
+  static constexpr int kBarriers = kBias + 4 * kConsumers * WarpBias::kBytes;
+  static constexpr int kNumBarriers = 2 * kQStages + 3 * kKvStages + 2;
   static constexpr int kItems = kBarriers + 8 * kNumBarriers, kSharedBytes = kItems + ItemRing::kBytes;
   static_assert(kSharedBytes <= 227 * 1024);
 };
@@ -126,12 +128,14 @@ struct BackwardBiasShared {
     return {base + Config::kBias + warp * Config::WarpBias::kBytes};
   }
 
-  using QRing = Ring<Config::kStages>;  // queries and dout
-  using KvRing = Ring<Config::kStages, /*kFullParts=*/2>;
+  using QRing = Ring<Config::kQStages>;  // queries and dout
+  using KvRing = Ring<Config::kKvStages, /*kFullParts=*/2>;
   static constexpr int kKeys = 0, kValues = 1;  // parts of KvRing
   __device__ QRing q_ring() const { return {barrier(0)}; }
   __device__ KvRing kv_ring() const { return {barrier(QRing::kNumBarriers)}; }
-  __device__ uint32_t tail(int warp) const { return barrier(5 * Config::kStages + warp); }
+  __device__ uint32_t tail(int warp) const {
+    return barrier(QRing::kNumBarriers + KvRing::kNumBarriers + warp);
+  }
   __device__ ItemRing items() const { return {base + Config::kItems}; }
 
  private:
@@ -232,15 +236,20 @@ struct BackwardBiasConsumer {
     Stats stats = load_stats(tile, item);
 #pragma unroll 1
     while (tile.exists(item)) {
+      q_ring.wait_full();
+      const KvRing kv0 = kv_ring.uniform();
+      kv_ring.advance();
+      const KvRing kv1 = kv_ring.uniform();
+      kv_ring.advance();
+      Scores scores0, scores1, ds;
+      issue_q_k(scores0, kv0);
+      issue_dout_v(ds, kv0);
+      issue_q_k(scores1, kv1);
+      add_part<kPolicy, /*kInFlight=*/2>(tile, item, stats, 0, kv0, scores0, ds, item, 1);
+      issue_dout_v(ds, kv1);
       const Item next_item = tile.next(item);
       const Stats next_stats = load_stats(tile, next_item);
-      q_ring.wait_full();
-#pragma unroll
-      for (int part = 0; part < Config::kParts; ++part) {
-        const bool is_last = part + 1 == Config::kParts;
-        add_part<kPolicy>(tile, item, stats, part, sums[part], is_last ? next_item : item,
-                          is_last ? 0 : part + 1);
-      }
+      add_part<kPolicy, /*kInFlight=*/1>(tile, item, stats, 1, kv1, scores1, ds, next_item, 0);
       q_ring.release_by_warpgroup();
       q_ring.advance();
       item = next_item;
@@ -280,21 +289,28 @@ struct BackwardBiasConsumer {
     return stats;
   }
 
-  // Adds ds of one item and one part of the keys; begins to copy the bias of the next one.
-  template <PairPolicy kPolicy>
-  __device__ __forceinline__ void add_part(const Tile& tile, const Item& item, const Stats& stats, int part,
-                                           Scores& sum, const Item& next_item, int next_part) {
-    const auto kv = kv_ring.uniform();
-    const int q_stage = uniform(q_ring.stage);
-    const int row0 = tile.m_start + warp_row, column0 = tile.n_start + part * kPartN;
-    Scores scores, ds;
-    kv.wait_full(shared.kKeys);
-    issue_scores<Arithmetic, kHeadDim>(scores, uniform(shared.sQ(q_stage, 64 * consumer)),
-                                       Config::kQChunkBytes, shared.sK(kv.stage), Config::kKvChunkBytes);
-    kv.wait_full(shared.kValues);
-    issue_scores<Arithmetic, kHeadDim>(ds, uniform(shared.sDout(q_stage, 64 * consumer)),
-                                       Config::kQChunkBytes, shared.sV(kv.stage), Config::kKvChunkBytes);
+  using KvRing = typename BackwardBiasShared<Config>::KvRing;
 
+  __device__ __forceinline__ void issue_q_k(Scores& scores, const KvRing& kv) {
+    kv.wait_full(shared.kKeys);
+    issue_scores<Arithmetic, kHeadDim>(scores, uniform(shared.sQ(uniform(q_ring.stage), 64 * consumer)),
+                                       Config::kQChunkBytes, shared.sK(kv.stage), Config::kKvChunkBytes);
+  }
+
+  __device__ __forceinline__ void issue_dout_v(Scores& dp, const KvRing& kv) {
+    kv.wait_full(shared.kValues);
+    issue_scores<Arithmetic, kHeadDim>(dp, uniform(shared.sDout(uniform(q_ring.stage), 64 * consumer)),
+                                       Config::kQChunkBytes, shared.sV(kv.stage), Config::kKvChunkBytes);
+  }
+
+  // Adds ds of one item and one part of the keys; begins to copy the bias of the next one. Of the products in
+  // flight, the scores are the oldest, and kInFlight came later: ds, and maybe the next part's scores.
+  template <PairPolicy kPolicy, int kInFlight>
+  __device__ __forceinline__ void add_part(const Tile& tile, const Item& item, const Stats& stats, int part,
+                                           const KvRing& kv, Scores& scores, Scores& ds,
+                                           const Item& next_item, int next_part) {
+    Scores& sum = sums[part];
+    const int row0 = tile.m_start + warp_row, column0 = tile.n_start + part * kPartN;
     // ---- p = exp(q k^T - lse), and for the soft cap p (1 - tanh^2) ----
     const Pairs<false> pairs = this->pairs(item);
     PairBits<kPartN / 8> visible[1]{}, kept[1]{};
@@ -304,7 +320,7 @@ struct BackwardBiasConsumer {
     if (has_dropout) draw_kept(kept, pairs, row0, column0);
     const Mask mask(arguments.params, item.batch);
     const bool is_whole = mask.covers(row0, 16, column0, kPartN);
-    ptx::wgmma_wait<1>();
+    ptx::wgmma_wait<kInFlight>();
     ptx::keep_in_place(scores[0]);
     const LogitScale& logit = arguments.logit;
     if (has_staged_bias<kPolicy>()) {
@@ -323,10 +339,9 @@ struct BackwardBiasConsumer {
     if (has_mask) fill_unset(scores, visible, 0);
 
     // ---- sums += ds = p * (dout v^T - delta) ----
-    ptx::wgmma_wait<0>();
+    ptx::wgmma_wait<kInFlight - 1>();
     ptx::keep_in_place(ds[0]);
     kv.release_by_warpgroup();
-    kv_ring.advance();
     for_each_accumulator(ds, [&](int, int h, int nt, int c) {
       const int i = 2 * h + c;
       float x = ds[0][nt][i];

@@ -110,12 +110,14 @@ Number sum_of_products(const double (&terms)[kTerms]) {
   }
   if (sizeof(Number) == sizeof(double) || largest == 0 || !std::isfinite(sum))
     return static_cast<Number>(sum);
-  const double scale = std::ldexp(1.0, 25 - std::ilogb(largest));
+  const auto exponent = std::bit_cast<uint64_t>(largest) >> 52;  // the largest binade, plus 1,023
+  const auto scale = std::bit_cast<double>((2 * 1023 + 25 - exponent) << 52);
   int64_t units = 0;
   for (const double term : terms) units += static_cast<int64_t>(term * scale);
   sum = static_cast<double>(units) / scale;
   const auto rounded = static_cast<Number>(sum);
-  return std::fabs(rounded) > std::fabs(sum) ? std::nextafter(rounded, Number{0}) : rounded;
+  const bool is_finite = std::isfinite(rounded);
+  return is_finite && std::fabs(rounded) > std::fabs(sum) ? std::nextafter(rounded, Number{0}) : rounded;
 }
 
 // A copy is made when its thread waits for it, and not before.
