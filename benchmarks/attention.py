@@ -300,7 +300,7 @@ def option_reference(shape: Shape, operands: Inputs) -> dict[str, np.ndarray]:
             bias = alibi_bias(alibi_slopes(shape)[-1].astype(jnp.float64), shape.seq_len)
         elif shape.option == DROPOUT:
             seeds = _dropout.make_seeds(operands.ours["dropout_rng"], shape.batch, shape.num_heads)
-            kept = _dropout.keep(seeds[-1, -1], DROPOUT_RATE, shape.seq_len, shape.seq_len)
+            kept = _dropout.keep(seeds[-1:, -1:], DROPOUT_RATE, shape.seq_len, shape.seq_len)[0, 0]
 
         def head(sequence: int) -> dict[str, jax.Array]:
             q, k, v, dout = (x[sequence, :, -1] for x in (*operands.differentiated[:3], operands.dout))
