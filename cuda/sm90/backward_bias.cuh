@@ -11,15 +11,15 @@
 //   warp 1      loads keys and values
 //   warps 4...  two consumers
 //
-// Timeline of one consumer: two items, a and b, of a tile and the first item of the next tile u, with parts 0
-// and 1 of the keys. S issues q k^T, D issues dout v^T. The scores of a part are formed while p and ds of the
-// part before it are computed. The other consumer does the same without waiting for this one.
+// Timeline of one consumer: an item of a tile t, its last one, and the first item of the next tile u, with
+// parts 0 and 1 of the keys. S issues q k^T, D issues dout v^T: while p and ds of part 0 are computed, the
+// scores of part 1 are formed. The other consumer does the same without waiting for this one.
 //
-//   warp 0                       q(b), dout(b)                  q(u), dout(u)
-//   warp 1         k1, v1(a)     k0, v0(b)      k1, v1(b)       k0, v0(u)            k1, v1(u)
-//   tensor cores   S0 D0 S1(a)   D1(a) S0(b)    D0 S1(b)        D1(b)       S0 D0 S1(u)
-//   other units                  p0, ds0(a)     p1, ds1(a)      p0, ds0(b)  p1, ds1(b) | sums out
-//                                                                                      ^ tile boundary
+//   warp 0                                  q(u), dout(u)
+//   warp 1                                  k0, v0(u)            k1, v1(u)
+//   tensor cores   S0 D0 S1                 D1                                     S0 D0 S1(u)
+//   other units          p0, sums += ds0       p1, sums += ds1 | sums out              p0, sums += ds0
+//                                                              ^ tile boundary
 //
 // Barriers. A ring has "full" and "empty" for each of its stages (ring.cuh). With TMA, a phase of "full" also
 // waits for the bytes.
