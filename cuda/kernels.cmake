@@ -88,7 +88,7 @@ if(JAX_FLASH_FLOAT64)
   endif()
 endif()
 
-# Short sequences. A tile of 32 columns has half of the bytes, which is most of the work; float32 has no other.
+# Short sequences. A tile of 32 columns has half of the bytes, which is most of the work; float32 has this one alone.
 foreach(head_dim IN ITEMS 32 64)
   set(arithmetics ${all_16_bit})
   if(head_dim EQUAL 32)

@@ -586,7 +586,7 @@ struct ForwardConsumer {
   }
 
   // Begins to read the mask of block n: the first of a tile, or the one after the last that was begun. After
-  // the tile's last, reads that again, so the loop has one branch less.
+  // the tile's last one, reads the last one again, so the loop has one branch less.
   __device__ __forceinline__ void read_mask_ahead(int n, bool is_first = false) {
     if constexpr (kReadsMaskAhead) {
       if (is_first || block.top - n == 32) {
