@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_flash import _halo, _head_exchange, _ring
+from jax_flash import _halo, _head_exchange, _library, _ring
 from jax_flash._options import AttentionOptions
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -275,13 +275,14 @@ def by_heads(machine: Machine, attention: Attention, num_devices: int) -> Predic
 
 
 def halo(machine: Machine, attention: Attention, num_devices: int) -> Prediction:
-    """Sharded `jit` in a window: the keys that a device sees, in an array of the whole length whose rest is zeros."""
+    """Sharded `jit` in a window: the part of the keys that a device stores."""
     rows = attention.length // num_devices
-    plan = _halo.Halo("", num_devices, rows, attention.options.reach)
+    unit = _library.constants()["kKeyUnit"]
+    plan = _halo.Halo("", num_devices, rows, attention.options.reach, unit)
     moved = [attention.key_bytes(x.end - x.begin) for x in plan._transfers()]
     # Keys for each pass, and their gradients.
     seconds = 3 * sum(machine.send(x, num_devices) for x in moved)
-    seconds += 3 * attention.key_bytes(attention.length) / machine.memory
+    seconds += 3 * attention.key_bytes(plan.length) / machine.memory
     seen = attention.seen(num_devices).of_all_keys()
     seconds += sum(attention.kernel(machine, x, seen).max() for x in (FORWARD, BACKWARD))
     return Prediction(seconds, seconds, 3 * sum(moved))

@@ -8,6 +8,7 @@ constexpr int64_t kForwardM = 96, kForwardN = 96;
 constexpr int64_t kBackwardM = 48, kBackwardN = 192;
 static_assert(kForwardM % kRowStep == 0 && kForwardM % (kColumnStep * kLanes<float>) == 0);
 static_assert(kForwardN % kRowStep == 0);
+static_assert(kKeyUnit % kForwardN == 0 && kKeyUnit % kBackwardN == 0);
 static_assert(kBackwardM % kRowStep == 0);
 static_assert(kBackwardN % kRowStep == 0 && kBackwardN % (kColumnStep * kLanes<float>) == 0);
 

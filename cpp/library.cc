@@ -49,6 +49,7 @@ const WorkspaceRow kWorkspace[] = {
 
 const Constant kConstants[] = {
     {"kVisibilityBlock", kVisibilityBlock},
+    {"kKeyUnit", kKeyUnit},
     {"kDecodeQueries", kDecodeQueries},
     {"kStatsRows", kStatsRows},
     {"kFragmentRows", kFragmentRows},

@@ -51,6 +51,10 @@ struct PairArrays {
 // Masks, segments and sums of dbias are processed in blocks of this many queries and keys.
 inline constexpr int64_t kVisibilityBlock = 64;
 
+// Every kernel's blocks of keys divide this many. So if a part of a sequence begins at a multiple, it has the
+// blocks of the whole, and rows that see no other keys have the same bits.
+inline constexpr int64_t kKeyUnit = 1920;
+
 // The kernel for few queries takes at most this many.
 inline constexpr int64_t kDecodeQueries = 16;
 

@@ -146,10 +146,10 @@ Status try_backward(const BackwardParams& params, const Context& context) {
   return try_kernels(Direction::backward_dq, params, context);
 }
 
-Status try_hopper(const BackwardParams& params, Context context) {
+Status try_hopper(Direction direction, const AttentionParams& params, Context context) {
   if (context.only_arch == "sm80") return Status::not_served();
   context.only_arch = "sm90";
-  return try_kernels(Direction::backward, params, context);
+  return try_kernels(direction, params, context);
 }
 
 // Runs Hopper's kernels on the planes of float32, then the portable ones, which compute the key heads that
@@ -249,6 +249,10 @@ std::string run(const AttentionParams& params, cudaStream_t stream, int device, 
 
 std::string run_forward(const ForwardParams& params, cudaStream_t stream, int device) {
   return run(params, stream, device, [&](const Context& context) -> std::string {
+    if (sm90::takes_few_queries(params)) {
+      const Status status = try_hopper(Direction::forward, params, context);
+      if (status.is_served()) return describe(status.error());
+    }
     if (params.num_key_parts > 0) {
       const Status status = try_kernels(Direction::decode, params, context);
       if (status.is_served()) return describe(status.error());
@@ -274,7 +278,7 @@ std::string run_backward(const BackwardParams& params, cudaStream_t stream, int 
     BackwardParams own = without_planes(params);
     if (own.options.deterministic && !own.leaves_dq) {
       // Only Hopper's kernel sums dq in memory in a fixed order, and not with a mask or segments.
-      const Status status = try_hopper(own, context);
+      const Status status = try_hopper(Direction::backward, own, context);
       if (status.is_served()) return describe(status.error());
       own.leaves_dq = true;
     }

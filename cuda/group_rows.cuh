@@ -1,6 +1,6 @@
-// Tiles of rows that hold all query heads of a key head: row i is query i / group of the group's head
-// i % group. A key that has been loaded serves all of them. The interval of keys of a row never falls as i
-// grows, as in mask.cuh.
+// Tiles of rows that hold several query heads of a key head, all of them or a part: row i is query i / group
+// of the group's head i % group. A key that has been loaded serves all of them. The interval of keys of a row
+// never falls as i grows, as in mask.cuh.
 #pragma once
 
 #include "mask.cuh"
@@ -12,12 +12,18 @@ struct GroupRows {
   int group;  // query heads
   int count;  // rows: query heads times queries
 
+  __device__ __forceinline__ GroupRows(const AttentionParams& params, int group)
+      : group(group), count(group * static_cast<int>(params.seqlen_q)) {}
   __device__ __forceinline__ explicit GroupRows(const AttentionParams& params)
-      : group(static_cast<int>(params.num_heads) / static_cast<int>(params.num_kv_heads)),
-        count(group * static_cast<int>(params.seqlen_q)) {}
+      : GroupRows(params, static_cast<int>(params.num_heads) / static_cast<int>(params.num_kv_heads)) {}
 
   __device__ __forceinline__ int query(int row) const { return row / group; }
   __device__ __forceinline__ int head(int row) const { return row % group; }
+
+  // Of the rows [row, row + rows) that exist, the queries from query(row) on.
+  __device__ __forceinline__ int num_queries(int row, int rows) const {
+    return row < count ? query(min(row + rows, count) - 1) - query(row) + 1 : 0;
+  }
 };
 
 // What Mask says of queries, of a warp's rows.
@@ -30,7 +36,7 @@ struct GroupMask {
       : queries(queries),
         rows(rows),
         first_query(rows.query(row)),
-        num_queries(row < rows.count ? rows.query(min(row + count, rows.count) - 1) - first_query + 1 : 0) {}
+        num_queries(rows.num_queries(row, count)) {}
 
   __device__ int first_key(int row) const { return queries.first_key(rows.query(row)); }
   __device__ int last_key(int row) const { return queries.last_key(rows.query(row)); }

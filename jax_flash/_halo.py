@@ -2,6 +2,9 @@
 
 Every device has an n-th of the keys and the queries beside them. It gets those of its neighbors that its queries see,
 and no others, and sends the gradients of these back.
+
+During the call it stores a part of the sequence. The part begins where a kernel's block of keys does, so that results
+have the bits that they have on one device, and is as long on all devices: those at the ends have some zeros more.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from . import _sharding
+from . import _library, _sharding
 from ._operands import sum_dtype
 from ._options import AttentionOptions
 
@@ -32,9 +35,24 @@ class Halo(NamedTuple):
     num_devices: int
     size: int  # of a shard
     reach: tuple[int, int]  # how far before and behind its place a query sees keys
+    unit: int  # the stored part begins at a multiple
+
+    @property
+    def length(self) -> int:
+        """The number of keys of the stored part."""
+        whole = self.size * self.num_devices
+        return whole - max(0, whole - self.size - sum(self.reach) - self.unit) // self.unit * self.unit
+
+    def first_key(self) -> jax.Array | int:
+        """Where the stored part begins."""
+        last = self.size * self.num_devices - self.length
+        if last == 0:
+            return 0
+        first_seen = lax.axis_index(self.axes) * self.size - self.reach[0]
+        return jnp.clip(first_seen // self.unit * self.unit, 0, last)
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """A shard [..., S / n, K, H] as an array [..., S, K, H] that has what is seen; the rest is zeros."""
+        """From a shard [..., S / n, K, H] the stored part [..., length, K, H]: what is seen, and zeros."""
         parts = [(_Transfer(0, 0, self.size), x)]
         for transfer in self._transfers():
             parts.append(
@@ -42,13 +60,16 @@ class Halo(NamedTuple):
             )
         parts.sort(key=lambda part: -part[0].distance)  # in the order of the sequence
         seen = jnp.concatenate([part for _, part in parts], axis=-3)
-        length = self.size * self.num_devices
-        rest = jnp.zeros((*x.shape[:-3], length - seen.shape[-3], *x.shape[-2:]), x.dtype)
+        rest = jnp.zeros((*x.shape[:-3], self.length - seen.shape[-3], *x.shape[-2:]), x.dtype)
         # XLA makes one kernel of all this. Updates of zeros would be a kernel and a copy for each part.
         return jnp.roll(jnp.concatenate([seen, rest], axis=-3), self._place(parts[0][0]), axis=-3)
 
+    def take(self, x: jax.Array) -> jax.Array:
+        """The stored part [..., length] of an array [..., S] that every device has."""
+        return lax.dynamic_slice_in_dim(x, self.first_key(), self.length, x.ndim - 1)
+
     def sum_parts(self, x: jax.Array) -> jax.Array:
-        """The device's shard [..., S / n, K, H] of the sum of what devices have for the keys that they see.
+        """The device's shard [..., S / n, K, H] of the sum of what devices have in their stored parts.
 
         The sum is rounded to the array's dtype once.
         """
@@ -72,13 +93,13 @@ class Halo(NamedTuple):
                 yield _Transfer(direction * places, begin, begin + count)
 
     def _place(self, transfer: _Transfer) -> jax.Array:
-        """The first of the keys that come to this device.
+        """The place in the stored part of the first of the keys that come to this device.
 
-        None come from beyond an end of the sequence. Their place is then at the other end, where it is no other's,
-        because what a device sees does not go all the way round.
+        None come from beyond an end of the sequence. Their place is then at the other end of the part, where it is no
+        other's, because the part is as long as all that comes.
         """
-        sender = (lax.axis_index(self.axes) - transfer.distance) % self.num_devices
-        return sender * self.size + transfer.begin
+        sender = lax.axis_index(self.axes) - transfer.distance
+        return (sender * self.size + transfer.begin - self.first_key()) % self.length
 
     def _move(self, x: jax.Array, distance: int) -> jax.Array:
         """Passes an array on to the device that is `distance` further, if there is one; zeros arrive at the others."""
@@ -86,15 +107,19 @@ class Halo(NamedTuple):
         return lax.ppermute(x, self.axes, pairs)
 
 
-def of(axes: str | tuple[str, ...], mesh: Mesh, seqlen: int, options: AttentionOptions) -> Halo | None:
+def of(
+    axes: str | tuple[str, ...], mesh: Mesh, seqlen: int, options: AttentionOptions, *, divides_keys: bool
+) -> Halo | None:
     """The halo of a sequence of queries and keys, both sharded over these axes of the mesh.
 
-    None if a device would get all keys, or if the axes are not in the order of the mesh.
+    None if a device would get all keys, or if the axes are not in the order of the mesh. Unless `divides_keys`, a
+    device stores the whole sequence.
     """
     num_devices = _sharding.num_parts(mesh, axes)
     if not pays(num_devices, seqlen, options) or not _sharding.are_in_order(axes, mesh):
         return None
-    return Halo(axes, num_devices, seqlen // num_devices, options.reach)
+    unit = _library.constants()["kKeyUnit"] if divides_keys else seqlen
+    return Halo(axes, num_devices, seqlen // num_devices, options.reach, unit)
 
 
 def pays(num_devices: int, seqlen: int, options: AttentionOptions) -> bool:

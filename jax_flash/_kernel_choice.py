@@ -5,6 +5,8 @@ The library takes any answer: a wrong one costs time or memory.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -61,8 +63,8 @@ def planes_pay(direction: str, q, k, options: AttentionOptions) -> bool:
 def num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions) -> int:
     """Into how many parts a forward kernel splits the keys; 0: it does not, or there is no such kernel.
 
-    It depends neither on the batch nor on the number of heads: a sequence has the same bits alone and in a batch, and
-    with heads on several devices.
+    It depends neither on the batch nor on the number of key heads: a sequence has the same bits alone and in a batch,
+    and with heads on several devices.
     """
     (seqlen_q, num_heads), (seqlen_kv, num_kv_heads) = q.shape[-3:-1], k.shape[-3:-1]
     sizes = (seqlen_q, num_heads, seqlen_kv, num_kv_heads)
@@ -71,20 +73,29 @@ def num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions)
     keys = seqlen_kv
     if min(options.reach) >= 0:  # the first block of keys may begin before the first that a query sees
         keys = min(keys, sum(options.reach) + seqlen_q + _library.constants()["kVisibilityBlock"])
+    # Hopper's kernel for whole tiles.
+    has_kernel = q.dtype.itemsize == 2 and _hopper_head_dim("forward", q, v) > 0
+    is_general = options.logits_soft_cap > 0 or options.scale <= 0 or not _PAIR_OPERANDS.isdisjoint(operands)
+    rows = seqlen_q * math.gcd(num_heads // num_kv_heads, 64)  # that a tile may have
     if _is_decoding(q, k, v):
+        if has_kernel and not is_general and rows >= 128 and max(q.shape[-1], v.shape[-1]) <= 128:
+            return min(16, max(2, keys // 2048))
         # A part writes 4 bytes for each row and column, so longer sequences have longer parts; of 1,024 keys at most,
         # so that a long sequence alone has parts for all multiprocessors of a GPU.
         part = 256 if keys <= 4096 else 512 if keys < 8192 else 1024
         return -(-keys // part)
-    # Hopper's tiles have up to 256 rows, so a few hundred queries are too few tiles. These parts are of all keys: a
-    # window would leave most of them empty. They are long enough, and few enough, for what they write.
-    has_kernel = q.dtype.itemsize == 2 and _hopper_head_dim("forward", q, v) > 0
-    is_general = options.logits_soft_cap > 0 or options.scale <= 0 or not _PAIR_OPERANDS.isdisjoint(operands)
-    if not has_kernel or is_general or keys < seqlen_kv or seqlen_q > 1024 or seqlen_kv < 16 * seqlen_q:
+    # A few hundred queries are too few tiles.
+    if not has_kernel or is_general or seqlen_q > 1024 or keys < 16 * seqlen_q:
         return 0
-    most, shortest = (16, 2048) if seqlen_q <= 64 else (8, 4096) if seqlen_q <= 256 else (4, 4096)
-    parts = min(most, keys // shortest)
-    return parts if parts > 1 else 0
+    tiles = 8 * -(-rows // 128)  # of 8 key heads, which most models have
+    most = min(16, keys // (2048 if seqlen_q <= 64 else 4096))
+
+    def cost(parts: int) -> float:
+        """In keys of a tile. A part of a tile's rows takes about as long to write and merge as 1,000 of its keys."""
+        rounds = -(-tiles * parts // _HOPPER_MULTIPROCESSORS)
+        return keys * rounds / parts + 1000 * tiles * parts / _HOPPER_MULTIPROCESSORS
+
+    return min(range(2, most + 1), key=cost, default=0)
 
 
 def _is_decoding(q, k, v) -> bool:

@@ -190,7 +190,11 @@ class _Plan:
         lengths = sharded.seqlen_q, sharded.seqlen_kv
         # Query i is where key i is.
         is_aligned = lengths[0] == lengths[1] and "query_offset" not in args
-        halo = _halo.of(rows, mesh, lengths[0], sharded.options) if is_aligned else None
+        all_axes = [*sharded.arg_axes.items(), *sharded.result_axes.items()]
+        divides_keys = not any(is_broadcastable(name) and "s" in axes for name, axes in all_axes)
+        halo = None
+        if is_aligned:
+            halo = _halo.of(rows, mesh, lengths[0], sharded.options, divides_keys=divides_keys)
         has_pair_rows = any(is_broadcastable(name) and "t" in axes for name, axes in sharded.arg_axes.items())
         if halo or has_pair_rows:
             return halo, None
@@ -215,12 +219,22 @@ class _Plan:
                 }
             elif self._rows:
                 row = jax.lax.axis_index(self._rows) * self._num_rows
+                column = self._halo.first_key() if self._halo else 0
                 needs_offset = _subsequence.needs_offset(part, sharded.options)
-                part = _subsequence.at(part, row, 0, with_offset=needs_offset)
-            if self._halo:
-                part |= {name: self._halo.gather(x) for name, x in part.items() if has_keys(name)}
+                part = _subsequence.at(part, row, column, with_offset=needs_offset)
+                if self._halo:
+                    part = self._with_halo(part, column)
             results = dict(zip(sharded.call.results, sharded.on_one_device(part), strict=True))
             return [self._own_part(name, x) for name, x in results.items()]
+
+    def _with_halo(self, part: Arrays, column: jax.Array | int) -> Arrays:
+        """The arrays with keys that begin at `column`."""
+        halo = self._halo
+        part |= {name: halo.gather(x) for name, x in part.items() if has_keys(name)}
+        part |= {name: halo.take(x) for name, x in part.items() if name == "key_value_segment_ids"}
+        if "key_value_seq_lengths" in part:
+            part["key_value_seq_lengths"] = jnp.maximum(part["key_value_seq_lengths"], 0) - column
+        return part
 
     def _own_part(self, name: str, x: jax.Array) -> jax.Array:
         """The device's part of a result, from what it has computed."""

@@ -362,26 +362,55 @@ def test_number_of_parts(call, parts, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("call", "parts", "others"),
+    [
+        (dict(t=16, n=64), 4, 8),  # 128 rows of a key head, a tile of Hopper's kernel
+        (dict(t=16, n=56), 8, 8),  # a tile would have a row of each query
+        (dict(t=16, n=48), 8, 8),
+        (dict(t=16, n=128), 4, 8),
+        (dict(t=8, n=16, k=1), 4, 8),
+        (dict(t=16, n=64, s=131072), 16, 128),
+        (dict(t=16, n=64, s=1000), 2, 4),
+        (dict(t=16, n=64, s=131072, is_causal=True, local_window_size=(5000, 0)), 2, 10),
+        (dict(t=16, n=64, operands=("key_value_seq_lengths", "query_offset", "sinks")), 4, 8),
+        (dict(t=16, n=64, operands=("mask",)), 8, 8),
+        (dict(t=16, n=64, h=256), 8, 8),
+        (dict(t=16, n=64, logits_soft_cap=3.0), 8, 8),
+    ],
+)
+def test_number_of_parts_of_few_queries_of_many_heads(call, parts, others, monkeypatch):
+    monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": DECODE})
+    for capability, expected in (("9.0", parts), ("8.0", others)):
+        set_local_gpus(monkeypatch, capability)
+        assert num_parts(**call) == expected
+
+
+@pytest.mark.parametrize(
     ("call", "parts"),
     [
-        (dict(t=512, s=32768), 4),
-        (dict(t=512, s=131072), 4),
-        (dict(t=512, s=16384), 4),
-        (dict(t=512, s=16383), 3),
+        (dict(t=512, s=32768), 2),  # 128 tiles for 132 multiprocessors
+        (dict(t=512, s=131072), 2),
         (dict(t=512, s=8192), 2),
         (dict(t=513, s=8192), 0),  # few keys for so many queries
+        (dict(t=512, s=32768, n=8), 4),  # 32 tiles
+        (dict(t=512, s=32768, n=24), 4),  # one row of a query, not three
+        (dict(t=300, s=32768), 3),  # 80 tiles
+        (dict(t=300, s=8192), 2),
         (dict(t=100, s=8191), 0),
         (dict(t=100, s=8192), 2),
-        (dict(t=1024, s=16384), 4),
+        (dict(t=1024, s=16384), 2),
         (dict(t=1025, s=131072), 0),
-        (dict(t=256, s=131072), 8),
-        (dict(t=64, s=131072), 16),
+        (dict(t=256, s=131072), 2),
+        (dict(t=128, s=131072), 4),
+        (dict(t=64, s=131072), 8),
+        (dict(t=24, s=131072), 16),
         (dict(t=17, s=8192, n=40), 4),
         (dict(t=16, s=8192, n=136), 4),  # more rows than the kernel for few queries takes
-        (dict(t=512, s=32768, is_causal=True), 4),
+        (dict(t=512, s=32768, is_causal=True), 2),
         (dict(t=512, s=32768, is_causal=True, local_window_size=(1000, 0)), 0),
-        (dict(t=512, s=32768, local_window_size=(None, 0)), 4),
-        (dict(t=512, s=32768, operands=("key_value_seq_lengths", "sinks", "query_offset")), 4),
+        (dict(t=512, s=32768, is_causal=True, local_window_size=(8000, 0)), 2),
+        (dict(t=512, s=32768, local_window_size=(None, 0)), 2),
+        (dict(t=512, s=32768, operands=("key_value_seq_lengths", "sinks", "query_offset")), 2),
         (dict(t=512, s=32768, operands=("mask",)), 0),
         (dict(t=512, s=32768, operands=("scale_factor",)), 0),
         (dict(t=512, s=32768, logits_soft_cap=3.0), 0),
@@ -469,22 +498,43 @@ CHUNK_OPTIONS = {
 @pytest.mark.parametrize("options", quick.rows(CHUNK_OPTIONS, quick=["causal"]))
 @pytest.mark.parametrize("parts", quick.rows([2, 3, 7, 40], quick=[3]))
 @pytest.mark.parametrize(
-    ("head_dim", "head_dim_v"),
+    ("head_dim", "head_dim_v", "heads", "key_heads"),
     quick.rows(
-        {x: x for x in ((32, 24), (64, 64), (128, 40), (192, 128), (256, 256))},
-        quick=[(128, 40)],
+        {
+            f"{head_dim}, {head_dim_v}, {heads} heads on {key_heads}": (
+                head_dim,
+                head_dim_v,
+                heads,
+                key_heads,
+            )
+            for head_dim, head_dim_v, heads, key_heads in (
+                (32, 24, 2, 1),
+                (64, 64, 3, 3),
+                (64, 64, 8, 1),
+                (128, 40, 12, 2),
+                (128, 128, 3, 1),
+                (192, 128, 4, 1),
+                (256, 256, 2, 1),
+            )
+        },
+        quick=["128, 40, 12 heads on 2"],
         unpack=True,
     ),
 )
-def test_any_number_of_parts_of_a_chunk(head_dim, head_dim_v, parts, options, page_size, platform):
-    """Hopper's kernel splits the keys as it is told, into more parts than there are blocks, too."""
+def test_any_number_of_parts_of_a_chunk(
+    head_dim, head_dim_v, heads, key_heads, parts, options, page_size, platform
+):
+    """Hopper's kernel splits the keys as it is told, into more parts than there are blocks, too.
+
+    Its tiles have the rows of as many heads of a key head as divide 64: all, 2 of 6, 1 of 3.
+    """
     if platform == "cpu":
         pytest.skip("has no workspace")
     batch, queries, keys, lengths = 4, 330, 768, np.array([768, 333, 0, 700], np.int32)
     rng = np.random.default_rng(0)
-    q, sinks = rng.standard_normal((batch, queries, 2, head_dim)), rng.standard_normal((batch, 2))
+    q, sinks = rng.standard_normal((batch, queries, heads, head_dim)), rng.standard_normal((batch, heads))
     k, v = (
-        rng.standard_normal((batch, keys, 1, size)).astype(DTYPES["bfloat16"])
+        rng.standard_normal((batch, keys, key_heads, size)).astype(DTYPES["bfloat16"])
         for size in (head_dim, head_dim_v)
     )
     operands = dict(
@@ -500,7 +550,7 @@ def test_any_number_of_parts_of_a_chunk(head_dim, head_dim_v, parts, options, pa
     attributes = AttentionOptions.resolve(head_dim).attributes() | options
 
     def run(number):
-        out, lse = (batch, queries, 2, head_dim_v), (batch, queries, 2)
+        out, lse = (batch, queries, heads, head_dim_v), (batch, queries, heads)
         of_parts = (number, *lse, -(-head_dim_v // 4) * 4 + 4)
         types = (out, jnp.bfloat16), (lse, F32), ((1,), jnp.int32), (of_parts, F32)
         f = jax.ffi.ffi_call(

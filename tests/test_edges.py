@@ -563,7 +563,7 @@ def test_a_head_does_not_depend_on_the_others(head_dim, platform):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_cached_sequence_does_not_depend_on_the_others(head_dim, queries, options, platform):
     """Into which parts the keys are split does not depend on the batch or on the heads."""
-    batch, heads, keys = 3, 8, 1100
+    batch, heads, keys = 3, 16, 1100
     q = random(batch, queries, heads, head_dim, dtype=DTYPES["bfloat16"])
     k, v = (random(batch, keys, 2, head_dim, seed=seed, dtype=DTYPES["bfloat16"]) for seed in (1, 2))
     lengths = np.array([1100, 333, 16], np.int32)
@@ -578,7 +578,7 @@ def test_a_cached_sequence_does_not_depend_on_the_others(head_dim, queries, opti
     out, lse = f(q, k, v, **operands)
     for b in range(batch):
         for head in range(2):
-            own = slice(b, b + 1), slice(4 * head, 4 * head + 4)
+            own = slice(b, b + 1), slice(8 * head, 8 * head + 8)
             alone = {name: x[own[0]] for name, x in operands.items() if name != "sinks"}
             alone |= {name: alone[name][:, own[1]] for name in ("bias", "mask") if name in alone}
             alone |= {"sinks": operands["sinks"][own[1]]} if "sinks" in operands else {}

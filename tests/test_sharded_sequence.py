@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from strategies import OF_SEQUENCES, ROWS, collectives, put, run_jit
 
 import jax_flash
-from jax_flash import _head_exchange, _on_shards
+from jax_flash import _head_exchange, _library, _on_shards
 from jax_flash._options import AttentionOptions
 
 WHOLE = P(None, None, None, None)
@@ -518,6 +518,58 @@ def test_every_device_gets_its_window(number, window):
     bias = np.zeros((1, 1, 1, 1), np.float32)
     got = f(*put(mesh_of(number), ROWS, *args), bias)
     assert_like_one_device(got[:5], f(*args, bias)[:5])
+
+
+LONG = {
+    "causal": ((100, 0), {}, {}),
+    "behind": ((0, 70), {}, {}),
+    "further than a neighbor": ((1000, 10), {}, {}),
+    "lengths": (
+        (100, 20),
+        dict(query_seq_lengths=np.int32([5000]), key_value_seq_lengths=np.int32([4801])),
+        {},
+    ),
+    "negative lengths": ((100, 20), dict(key_value_seq_lengths=np.int32([-3])), {}),
+    "segments": ((100, 0), dict(segment_ids=np.arange(7680, dtype=np.int32)[None] // 150), {}),
+    "alibi, sinks": (
+        (100, 20),
+        {},
+        dict(bias=jax_flash.Alibi(np.float32([0.3, 0.02])), sinks=np.float32([0.5, -1.0])),
+    ),
+    "dropout": ((100, 20), OPTIONS["dropout"][0], {}),
+    "row of a bias": ((100, 20), {}, dict(bias=random(1, 2, 7680, 1, seed=5))),
+    "bias": ((100, 20), {}, dict(bias=random(1, 2, 1, 7680, seed=5))),
+}
+
+
+@pytest.mark.parametrize(
+    ("window", "static", "differentiable"),
+    quick.rows(LONG, quick=["lengths", "segments", "dropout", "bias"], unpack=True),
+)
+@pytest.mark.parametrize("number", quick.rows([2, 4, 8], quick=[8]))
+def test_a_device_stores_a_part_of_the_keys(number, window, static, differentiable):
+    """It begins at a multiple of kKeyUnit, so that results have the bits of one device. A bias has all keys."""
+    static = static | dict(local_window_size=window, is_causal=False)
+    length, size, unit = 7680, 7680 // number, _library.constants()["kKeyUnit"]
+    args = [
+        random(1, length, 2, H, seed=1),
+        random(1, length, 1, H, seed=2),
+        random(1, length, 1, HV, seed=3),
+    ]
+
+    def results(q, k, v, differentiable):
+        (out, lse), vjp = jax.vjp(lambda *args: attend(*args[:3], static, args[3]), q, k, v, differentiable)
+        return out, lse, *vjp((jnp.cos(out), jnp.sin(jnp.where(lse == -jnp.inf, 0, lse))))
+
+    want = jax.jit(results)(*args, differentiable)
+    placed = put(mesh_of(number), ROWS, *args)
+    compiled = jax.jit(results).lower(*placed, differentiable).compile()
+    assert_like_one_device(compiled(*placed, differentiable), want)
+    calls = "".join(line for line in compiled.as_text().splitlines() if "custom-call(" in line)
+    lengths = {int(x) for x in re.findall(rf"f32\[1,(\d+),1,(?:{H}|{HV})\]", calls)}
+    has_keys = np.shape(differentiable.get("bias", 0))[-1:] == (length,)
+    assert len(lengths) == 1
+    assert size < max(lengths) <= (length if has_keys else min(length, size + sum(window) + 2 * unit))
 
 
 # ---- Meshes -----------------------------------------------------------------------------------------------------

@@ -25,14 +25,15 @@
 // waits for the bytes.
 //
 //   barrier      arrivals a phase               one phase        who waits   what it protects
-//   q full       2: warp 0, for q and for       item             consumers   q and dout
-//                dout, with TMA
-//   q empty      2: a thread of each consumer   item             warp 0      the same, until the products of
-//                                                                            all parts are done
-//   kv full, in  1: warp 1, for keys and for    part of the      consumers   keys; values
-//   two parts    values, with TMA               keys
-//   kv empty     2: a thread of each consumer   part of the      warp 1      the same, until both products
-//                                               keys                         are done
+//   q full, in   1: warp 0, with TMA            item             consumers   q; dout
+//   two parts
+//   q empty, in  2: a thread of each consumer   item             warp 0      the same, until S1; D1 are done
+//   two parts
+//   kv full, in  1: warp 1, with TMA            part of the      consumers   keys; values
+//   two parts                                   keys
+//   kv empty,    2: a thread of each consumer   part of the      warp 1      the same, until S; D are done: 2
+//   in two                                      keys                         stages do not hide loads of
+//   parts                                                                    both at once
 //   tail         1: warp 0 or 1, with TMA       block with rows  that warp   rows that it then fills with
 //                                               that do not                  zeros, before it arrives at
 //                                               count                        full itself
@@ -108,7 +109,7 @@ struct BackwardBiasConfig {
   static constexpr int kDout = kQStages * kQBytes, kK = 2 * kDout, kV = kK + kKvStages * kKvBytes;
   static constexpr int kBias = kV + kKvStages * kKvBytes;
   static constexpr int kBarriers = kBias + 4 * kConsumers * WarpBias::kBytes;
-  static constexpr int kNumBarriers = 2 * kQStages + 3 * kKvStages + 2;
+  static constexpr int kNumBarriers = 4 * (kQStages + kKvStages) + 2;
   static constexpr int kItems = kBarriers + 8 * kNumBarriers, kSharedBytes = kItems + ItemRing::kBytes;
   static_assert(kSharedBytes <= 227 * 1024);
 };
@@ -128,9 +129,9 @@ struct BackwardBiasShared {
     return {base + Config::kBias + warp * Config::WarpBias::kBytes};
   }
 
-  using QRing = Ring<Config::kQStages>;  // queries and dout
-  using KvRing = Ring<Config::kKvStages, /*kFullParts=*/2>;
-  static constexpr int kKeys = 0, kValues = 1;  // parts of KvRing
+  using QRing = Ring<Config::kQStages, /*kFullParts=*/2, /*kEmptyParts=*/2>;
+  using KvRing = Ring<Config::kKvStages, /*kFullParts=*/2, /*kEmptyParts=*/2>;
+  static constexpr int kQueries = 0, kDout = 1, kKeys = 0, kValues = 1;  // parts of these
   __device__ QRing q_ring() const { return {barrier(0)}; }
   __device__ KvRing kv_ring() const { return {barrier(QRing::kNumBarriers)}; }
   __device__ uint32_t tail(int warp) const {
@@ -162,29 +163,27 @@ struct BackwardBiasLoader {
     for (Item item = tile.first(); tile.exists(item); item = tile.next(item)) {
       const int batch = item.batch, head = item.head;
       const Mask mask(params, batch);
-      auto load_tile = [&](const CUtensorMap& map, uint32_t to, uint32_t full, int row) {
+      auto load_tile = [&](const CUtensorMap& map, uint32_t to, const auto& ring, int part, int row) {
+        ring.wait_empty(part);
+        __syncwarp();
         const int length = kIsQueries ? mask.q_length : mask.kv_length;
         const int64_t seqlen = kIsQueries ? params.seqlen_q : params.seqlen_kv;
         TileLoader<Config::kChunks> loader{
             map, batch, length, static_cast<int>(seqlen), ptx::kEvictLast, tail, tail_parity};
         loader.template load<kIsQueries ? Config::kBlockM : Config::kPartN>(
-            to, full, kIsQueries ? head : head / group, row);
+            to, ring.full(part), kIsQueries ? head : head / group, row);
         tail_parity = loader.tail_parity;
       };
       if constexpr (kIsQueries) {
-        q_ring.wait_empty();
-        __syncwarp();
-        load_tile(arguments.q_map, shared.sQ(q_ring.stage, 0), q_ring.full(), tile.m_start);
-        load_tile(arguments.dout_map, shared.sDout(q_ring.stage, 0), q_ring.full(), tile.m_start);
+        load_tile(arguments.q_map, shared.sQ(q_ring.stage, 0), q_ring, shared.kQueries, tile.m_start);
+        load_tile(arguments.dout_map, shared.sDout(q_ring.stage, 0), q_ring, shared.kDout, tile.m_start);
         q_ring.advance();
       } else {
 #pragma unroll 1
         for (int part = 0; part < Config::kParts; ++part) {
           const int row = tile.n_start + part * Config::kPartN;
-          kv_ring.wait_empty();
-          __syncwarp();
-          load_tile(arguments.k_map, shared.sK(kv_ring.stage), kv_ring.full(shared.kKeys), row);
-          load_tile(arguments.v_map, shared.sV(kv_ring.stage), kv_ring.full(shared.kValues), row);
+          load_tile(arguments.k_map, shared.sK(kv_ring.stage), kv_ring, shared.kKeys, row);
+          load_tile(arguments.v_map, shared.sV(kv_ring.stage), kv_ring, shared.kValues, row);
           kv_ring.advance();
         }
       }
@@ -236,7 +235,6 @@ struct BackwardBiasConsumer {
     Stats stats = load_stats(tile, item);
 #pragma unroll 1
     while (tile.exists(item)) {
-      q_ring.wait_full();
       const KvRing kv0 = kv_ring.uniform();
       kv_ring.advance();
       const KvRing kv1 = kv_ring.uniform();
@@ -245,12 +243,11 @@ struct BackwardBiasConsumer {
       issue_q_k(scores0, kv0);
       issue_dout_v(ds, kv0);
       issue_q_k(scores1, kv1);
-      add_part<kPolicy, /*kInFlight=*/2>(tile, item, stats, 0, kv0, scores0, ds, item, 1);
+      add_part<kPolicy, /*kIsLast=*/false>(tile, item, stats, 0, kv0, scores0, ds, item, 1);
       issue_dout_v(ds, kv1);
       const Item next_item = tile.next(item);
       const Stats next_stats = load_stats(tile, next_item);
-      add_part<kPolicy, /*kInFlight=*/1>(tile, item, stats, 1, kv1, scores1, ds, next_item, 0);
-      q_ring.release_by_warpgroup();
+      add_part<kPolicy, /*kIsLast=*/true>(tile, item, stats, 1, kv1, scores1, ds, next_item, 0);
       q_ring.advance();
       item = next_item;
       stats = next_stats;
@@ -292,23 +289,26 @@ struct BackwardBiasConsumer {
   using KvRing = typename BackwardBiasShared<Config>::KvRing;
 
   __device__ __forceinline__ void issue_q_k(Scores& scores, const KvRing& kv) {
+    q_ring.wait_full(shared.kQueries);
     kv.wait_full(shared.kKeys);
     issue_scores<Arithmetic, kHeadDim>(scores, uniform(shared.sQ(uniform(q_ring.stage), 64 * consumer)),
                                        Config::kQChunkBytes, shared.sK(kv.stage), Config::kKvChunkBytes);
   }
 
   __device__ __forceinline__ void issue_dout_v(Scores& dp, const KvRing& kv) {
+    q_ring.wait_full(shared.kDout);
     kv.wait_full(shared.kValues);
     issue_scores<Arithmetic, kHeadDim>(dp, uniform(shared.sDout(uniform(q_ring.stage), 64 * consumer)),
                                        Config::kQChunkBytes, shared.sV(kv.stage), Config::kKvChunkBytes);
   }
 
   // Adds ds of one item and one part of the keys; begins to copy the bias of the next one. Of the products in
-  // flight, the scores are the oldest, and kInFlight came later: ds, and maybe the next part's scores.
-  template <PairPolicy kPolicy, int kInFlight>
+  // flight, the scores are the oldest; ds came later, and unless this is the last part the next one's scores.
+  template <PairPolicy kPolicy, bool kIsLast>
   __device__ __forceinline__ void add_part(const Tile& tile, const Item& item, const Stats& stats, int part,
                                            const KvRing& kv, Scores& scores, Scores& ds,
                                            const Item& next_item, int next_part) {
+    constexpr int kInFlight = kIsLast ? 1 : 2;  // besides the scores
     Scores& sum = sums[part];
     const int row0 = tile.m_start + warp_row, column0 = tile.n_start + part * kPartN;
     // ---- p = exp(q k^T - lse), and for the soft cap p (1 - tanh^2) ----
@@ -322,6 +322,8 @@ struct BackwardBiasConsumer {
     const bool is_whole = mask.covers(row0, 16, column0, kPartN);
     ptx::wgmma_wait<kInFlight>();
     ptx::keep_in_place(scores[0]);
+    kv.release_by_warpgroup(shared.kKeys);
+    if constexpr (kIsLast) q_ring.release_by_warpgroup(shared.kQueries);
     const LogitScale& logit = arguments.logit;
     if (has_staged_bias<kPolicy>()) {
       add_staged_bias(scores[0], pairs, shared.bias(4 * consumer + warp), logit);
@@ -341,7 +343,8 @@ struct BackwardBiasConsumer {
     // ---- sums += ds = p * (dout v^T - delta) ----
     ptx::wgmma_wait<kInFlight - 1>();
     ptx::keep_in_place(ds[0]);
-    kv.release_by_warpgroup();
+    kv.release_by_warpgroup(shared.kValues);
+    if constexpr (kIsLast) q_ring.release_by_warpgroup(shared.kDout);
     for_each_accumulator(ds, [&](int, int h, int nt, int c) {
       const int i = 2 * h + c;
       float x = ds[0][nt][i];
@@ -385,7 +388,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const BackwardBiasShared<Config> shared{ptx::shared_address(start)};
 
   if (threadIdx.x == 0) {
-    shared.q_ring().init(2, Config::kConsumers);  // q; dout
+    shared.q_ring().init(1, Config::kConsumers);
     shared.kv_ring().init(1, Config::kConsumers);
     ptx::barrier_init(shared.tail(0), 1);
     ptx::barrier_init(shared.tail(1), 1);

@@ -69,6 +69,7 @@
 
 #include "accumulator.cuh"
 #include "arithmetic.h"
+#include "group_rows.cuh"
 #include "key_parts.cuh"
 #include "launch.h"
 #include "mask.cuh"
@@ -98,7 +99,7 @@ using forward_params = ForwardParams;  // by the direction's name, for kernel.cu
 namespace jax_flash::cuda::sm90 {
 
 struct ForwardArguments {
-  CUtensorMap q_map;    // [B, T, N, H] in boxes of 64 rows: a consumer's
+  CUtensorMap q_map;    // [B, T, N, H] in boxes of 64 rows: a consumer's, of tile_heads heads
   CUtensorMap k_map;    // [B, S, K, H] in boxes of kBlockN rows; pages in boxes of box_rows
   CUtensorMap v_map;    // [B, S, K, Hv], likewise
   CUtensorMap out_map;  // [B, T, N, Hv] in boxes of 16 rows: a warp's
@@ -246,6 +247,7 @@ struct ForwardScheduler {
   __device__ __forceinline__ void load_q(const typename Config::Tile& tile) {
     constexpr int kChunks = Config::kNumPlanes * Config::kChunks;
     constexpr int kBytes = kChunks * 64 * Config::kRowBytes;
+    const int tile_heads = Config::kIsSplit ? arguments.schedule.tile_heads : 1;
 #pragma unroll 1
     for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
       const uint32_t full = q_ring.full(consumer);
@@ -257,7 +259,7 @@ struct ForwardScheduler {
         ptx::tensor_load(shared.sQ(q_ring.stage, 64 * consumer) + chunk * Config::kQChunkBytes,
                          arguments.q_map, full,
                          first_column<Config>() + chunk % Config::kChunks * Config::kRowColumns, tile.head,
-                         tile.m_start + 64 * consumer, plane + tile.batch, ptx::kEvictFirst);
+                         (tile.m_start + 64 * consumer) / tile_heads, plane + tile.batch, ptx::kEvictFirst);
       }
     }
     q_ring.advance();
@@ -265,6 +267,8 @@ struct ForwardScheduler {
 };
 
 // ---- The producer's second and third warp: keys, values ----
+
+inline constexpr int kMinBoxRows = 8;  // the swizzle repeats every 8 rows
 
 template <class Config, bool kIsKeys>
 struct ForwardLoader {
@@ -278,8 +282,9 @@ struct ForwardLoader {
   int kv_head, batch, kv_length;  // of the tile at hand
 
   __device__ __forceinline__ void run() {
-    const int group = arguments.schedule.num_heads / static_cast<int>(arguments.params.num_kv_heads);
-    const int seqlen_kv = static_cast<int>(arguments.params.seqlen_kv);
+    const ForwardParams& params = arguments.params;
+    const int group = static_cast<int>(params.num_heads) / static_cast<int>(params.num_kv_heads);
+    const int seqlen_kv = static_cast<int>(params.seqlen_kv);
     while (true) {
       tile_ring.wait_full();
       const typename Config::Tile& tile = shared.tile(tile_ring.stage);
@@ -288,8 +293,7 @@ struct ForwardLoader {
       batch = uniform(tile.batch);
       kv_length = uniform(tile.mask.kv_length);
       const int n_begin = uniform(tile.blocks.begin), n_last = uniform(tile.blocks.end) - 1;
-      const typename Config::Keys keys(arguments.params, batch, uniform(tile.head), uniform(tile.m_start), 0,
-                                       0);
+      const typename Config::Keys keys(params, batch, uniform(tile.head), uniform(tile.m_start), 0, 0);
       if (ptx::elect_one()) tile_ring.release();
       tile_ring.advance();
 
@@ -304,14 +308,19 @@ struct ForwardLoader {
           --n;
         }
       }
-      if (ptx::elect_one()) {
-        if (kIsKeys && n_ask < n_begin) ptx::barrier_arrive(shared.tile_wanted());
+      const bool by_warp = loads_by_warp();
+      if (by_warp || ptx::elect_one()) {
+        auto ask = [&] {
+          if (!by_warp || lane_id() == 0) ptx::barrier_arrive(shared.tile_wanted());
+        };
+        if (kIsKeys && n_ask < n_begin) ask();
         auto at = ring;
 #pragma unroll 1
         for (int i = n; i >= n_begin; --i) {
-          if (kIsKeys && i == n_ask) ptx::barrier_arrive(shared.tile_wanted());
+          if (kIsKeys && i == n_ask) ask();
+          const Box box = find_box(keys.start(i));  // a lookup takes long, and this buffer may not be empty
           at.wait_empty();
-          load(at.stage, at.full(), keys.start(i));
+          load(at.stage, at.full(), box);
           at.advance();
         }
       }
@@ -325,27 +334,38 @@ struct ForwardLoader {
     return kIsKeys ? shared.sK(stage) : shared.sV(stage);
   }
 
-  // By one thread.
-  __device__ __forceinline__ void load(int stage, uint32_t barrier, int row) {
-    ptx::barrier_arrive_expect(barrier, Config::kKvBytes);
+  // A block in pages is loaded by as many lanes as it has boxes, so that they look up pages at the same time;
+  // another one by one thread.
+  __device__ __forceinline__ bool loads_by_warp() const { return arguments.params.page_indices; }
+
+  // A thread's part of a block.
+  struct Box {
+    int to;          // the first key's place in the block
+    int outer, row;  // from
+  };
+
+  __device__ __forceinline__ Box find_box(int row) const {
+    if (!loads_by_warp()) return {0, batch, row};
+    const int to = lane_id() * arguments.box_rows, key = row + to;
+    // Behind the keys that count come zeros, from a page that does not exist.
+    const int no_page = static_cast<int>(arguments.params.num_pages);
     const SequencePages pages(arguments.params, batch);
-#pragma unroll 1
-    for (int i = 0; i < kBlockN; i += arguments.box_rows) {
-      const int key = row + i;
-      int outer = batch, box_row = key;
-      if (pages) {
-        // Behind the keys that count come zeros, from a page that does not exist.
-        const int no_page = static_cast<int>(arguments.params.num_pages);
-        outer = key < kv_length ? pages.page(pages.index_of(key)) : no_page, box_row = pages.row_of(key);
-      }
+    const bool counts = to < kBlockN && key < kv_length;
+    return {to, counts ? pages.page(pages.index_of(key)) : no_page, pages.row_of(key)};
+  }
+
+  __device__ __forceinline__ void load(int stage, uint32_t barrier, const Box& box) {
+    static_assert(kBlockN <= 32 * kMinBoxRows);
+    if (box.to == 0) ptx::barrier_arrive_expect(barrier, Config::kKvBytes);
+    if (loads_by_warp()) __syncwarp();
+    if (box.to >= kBlockN) return;
 #pragma unroll
-      for (int chunk = 0; chunk < Config::kNumPlanes * Config::kChunks; ++chunk) {
-        const int plane = chunk / Config::kChunks * static_cast<int>(arguments.params.batch);
-        ptx::tensor_load(sKv(stage) + chunk * Config::kKvChunkBytes + i * Config::kRowBytes,
-                         kIsKeys ? arguments.k_map : arguments.v_map, barrier,
-                         first_column<Config>() + chunk % Config::kChunks * Config::kRowColumns, kv_head,
-                         box_row, plane + outer, ptx::kEvictLast);
-      }
+    for (int chunk = 0; chunk < Config::kNumPlanes * Config::kChunks; ++chunk) {
+      const int plane = chunk / Config::kChunks * static_cast<int>(arguments.params.batch);
+      ptx::tensor_load(sKv(stage) + chunk * Config::kKvChunkBytes + box.to * Config::kRowBytes,
+                       kIsKeys ? arguments.k_map : arguments.v_map, barrier,
+                       first_column<Config>() + chunk % Config::kChunks * Config::kRowColumns, kv_head,
+                       box.row, plane + box.outer, ptx::kEvictLast);
     }
   }
 
@@ -354,7 +374,7 @@ struct ForwardLoader {
   __device__ __forceinline__ void load_tail(int row, int rows) {
     ring.wait_empty();
     __syncwarp();
-    if (ptx::elect_one()) load(ring.stage, shared.v_tail(), row);
+    if (loads_by_warp() || ptx::elect_one()) load(ring.stage, shared.v_tail(), find_box(row));
     ptx::barrier_wait(shared.v_tail(), tail_parity);
     tail_parity ^= 1;
     const uint32_t zeros[4] = {0, 0, 0, 0};
@@ -651,9 +671,15 @@ struct ForwardConsumer {
   // What causality, window and lengths hide of block n.
   __device__ __forceinline__ void hide(float (&scores)[1][Config::kBlockN / 8][4], int n) {
     const int row = row0();
-    if constexpr (!kPolicy.may_have_mask()) {
-      if (n < blocks.whole_begin) fill_before(scores, tile().mask, row, n * kBlockN, -INFINITY);
-      if (n >= blocks.whole_end) fill_behind(scores, tile().mask, row, n * kBlockN, -INFINITY);
+    auto hide_ends = [&](const auto& mask) {
+      if (n < blocks.whole_begin) fill_before(scores, mask, row, n * kBlockN, -INFINITY);
+      if (n >= blocks.whole_end) fill_behind(scores, mask, row, n * kBlockN, -INFINITY);
+    };
+    if constexpr (Config::kIsSplit) {
+      const GroupRows rows(arguments.params, arguments.schedule.tile_heads);
+      hide_ends(GroupMask(tile().mask, rows, row, 16));
+    } else if constexpr (!kPolicy.may_have_mask()) {
+      hide_ends(tile().mask);
     } else if (kReadsMaskAhead ? !block.seen.contains(first_key(n), kBlockN)
                                : !tile().mask.covers(row, 16, first_key(n), kBlockN)) {
       fill_hidden(scores, tile().mask, row, first_key(n), -INFINITY);
@@ -866,14 +892,15 @@ struct ForwardConsumer {
 
   __device__ __forceinline__ void write_part(int m_start, int head, int batch, int part) {
     const ForwardParams& params = arguments.params;
-    const PartRows rows(params);
+    const GroupRows rows(params, arguments.schedule.tile_heads);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const RowPart end{softmax.max_log2[0][h], row_sum(softmax.sum[0][h])};
       const int row = m_start + warp_row() + accumulator_row(0, h);
-      if (row >= static_cast<int>(params.seqlen_q)) continue;
-      const int64_t index = (int64_t{batch} * params.seqlen_q + row) * params.num_heads + head;
-      rows.store<Arithmetic>(part, index, end, out, h, first_column<Config>());
+      if (row >= rows.count) continue;
+      const int64_t query = int64_t{batch} * params.seqlen_q + rows.query(row);
+      PartRows(params).store<Arithmetic>(part, query * params.num_heads + head + rows.head(row), end, out, h,
+                                         first_column<Config>());
     }
   }
 
@@ -982,11 +1009,27 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
 }
 
+// How many query heads of a key head have rows in a tile of a part of the keys: as many as divide both a
+// consumer's rows and the heads.
+inline int packed_heads(const ForwardParams& params) {
+  return static_cast<int>(std::gcd(params.num_heads / params.num_kv_heads, int64_t{64}));
+}
+
+// Is this kernel faster than the one for few queries, decode.cuh? It is where rows fill a tile, so that the
+// products count. (jax_flash/_kernel_choice.py has the same rule.)
+inline bool takes_few_queries(const ForwardParams& params) {
+  const bool is_16_bit = params.dtype == DType::kBFloat16 || params.dtype == DType::kFloat16;
+  return is_16_bit && params.num_key_parts > 1 && params.seqlen_q * packed_heads(params) >= 128 &&
+         std::max(params.head_dim, params.head_dim_v) <= 128 && !is_general(params);
+}
+
 template <class Config, int kHeadDim>
 Status launch_forward(const ForwardParams& params, const LaunchContext& context) {
   using Element = typename Config::Element;
   ForwardArguments arguments{.params = params, .logit = LogitScale(params), .pairs = PairOptions(params)};
-  if (!make_schedule(params, Config::kBlockM, Config::kBlockN, Config::kIsSplit ? params.num_key_parts : 1,
+  // A box of queries has whole rows of these heads.
+  const int tile_heads = Config::kIsSplit ? packed_heads(params) : 1;
+  if (!make_schedule(params, Config::kBlockM, Config::kIsSplit ? params.num_key_parts : 1, tile_heads,
                      context, &arguments.schedule)) {
     return Status::not_served();
   }
@@ -996,12 +1039,13 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
   const auto [outer, rows] = KeyAxes(params);
   const int box_rows = params.page_indices ? std::gcd(Config::kBlockN, rows) : Config::kBlockN;
-  if (box_rows % 8 != 0) return Status::not_served();  // the swizzle repeats every 8 rows
+  if (box_rows % kMinBoxRows != 0) return Status::not_served();
   arguments.box_rows = box_rows;
   constexpr int kColumns = Config::kRowColumns, kPlanes = Config::kNumPlanes;
   const auto [q, k, v, _] = product_inputs<Config::kPlanes>(params, nullptr);
   const bool has_maps =
-      make_tensor_map<Element, kColumns>(q, kPlanes * B, T, N, H, 64, &arguments.q_map) &&
+      make_tensor_map<Element, kColumns>(q, kPlanes * B, T, N, H, 64 / tile_heads, &arguments.q_map,
+                                         tile_heads) &&
       make_tensor_map<Element, kColumns>(k, kPlanes * outer, rows, K, H, box_rows, &arguments.k_map) &&
       make_tensor_map<Element, kColumns>(v, kPlanes * outer, rows, K, Hv, box_rows, &arguments.v_map) &&
       (Config::kPlanes ||
@@ -1022,6 +1066,13 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
     }
   }
   return status;
+}
+
+template <class Arithmetic, int kHeadDim, bool kIsWide>
+Status launch_parts(const ForwardParams& params, const LaunchContext& context) {
+  constexpr ForwardTile kTile = split_forward_tile(kHeadDim, kIsWide);
+  return launch_forward<ForwardConfig<Arithmetic, kHeadDim, kTile, kNoPairs, /*kIsSplit=*/true>, kHeadDim>(
+      params, context);
 }
 
 template <class Arithmetic, int kHeadDim>
@@ -1049,9 +1100,10 @@ Status forward(const ForwardParams& params, const LaunchContext& context) {
   }
   if constexpr (kIs16Bit<Arithmetic>) {
     if (params.num_key_parts > 1) {
-      constexpr ForwardTile kSplit = split_forward_tile(kHeadDim);
-      return launch_forward<ForwardConfig<Arithmetic, kHeadDim, kSplit, kNoPairs, /*kIsSplit=*/true>,
-                            kHeadDim>(params, context);
+      const bool is_wide = context.forced_tile < 0 ? split_is_wide(params.seqlen_q * packed_heads(params))
+                                                   : context.forced_tile == 1;
+      return is_wide ? launch_parts<Arithmetic, kHeadDim, true>(params, context)
+                     : launch_parts<Arithmetic, kHeadDim, false>(params, context);
     }
   }
   const bool use_long = context.forced_tile < 0

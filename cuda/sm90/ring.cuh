@@ -60,8 +60,8 @@ struct Ring {
   }
   // One thread arrives for its warpgroup. Only after a wait for products, which end for all its warps at
   // once, or after a barrier among them.
-  __device__ __forceinline__ void release_by_warpgroup() const {
-    if (threadIdx.x % 128 == 0) release();
+  __device__ __forceinline__ void release_by_warpgroup(int part = 0) const {
+    if (threadIdx.x % 128 == 0) release(part);
   }
 
   __device__ __forceinline__ void advance() {

@@ -8,12 +8,14 @@
 // depend on which thread block computes a tile.
 //
 // Where a few rows see many keys, a tile is a part of the keys of its rows, so that there are enough tiles.
+// These rows are of several query heads of a key head (group_rows.cuh), so that few rows of a tile are lost.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
+#include "group_rows.cuh"
 #include "launch.h"
 #include "mask.cuh"
 #include "pairs.cuh"
@@ -26,7 +28,7 @@ namespace jax_flash::cuda::sm90 {
 struct Schedule {
   int num_m_blocks;   // blocks of rows of one head
   int num_parts;      // of the keys: as many tiles have the same rows
-  int part_blocks;    // blocks of keys in a part
+  int tile_heads;     // whose rows a tile has, and which count as one head below
   int num_heads;      // of one batch element
   int total_heads;    // of all batch elements
   int section_heads;  // of one section but the last
@@ -35,25 +37,22 @@ struct Schedule {
 };
 
 // False if there are too many tiles to number.
-inline bool make_schedule(const ForwardParams& params, int block_m, int block_n, int64_t num_parts,
+inline bool make_schedule(const ForwardParams& params, int block_m, int64_t num_parts, int64_t tile_heads,
                           const LaunchContext& context, Schedule* schedule) {
   constexpr int64_t kSectionBytes = 18 << 20;  // of keys and values: 9 and 26 MB were slower on 50 MB of L2
-  const int64_t total_heads = params.batch * params.num_heads;
-  const int64_t num_m_blocks = ceil_div(params.seqlen_q, block_m);
+  const int64_t num_heads = params.num_heads / tile_heads, total_heads = params.batch * num_heads;
+  const int64_t num_m_blocks = ceil_div(params.seqlen_q * tile_heads, block_m);
   const int64_t num_tiles = total_heads * num_m_blocks * num_parts;
   if (num_tiles > std::numeric_limits<int32_t>::max() - context.multiprocessors) return false;
-  const int64_t group = params.num_heads / params.num_kv_heads;
+  const int64_t group = num_heads / params.num_kv_heads;
   const int64_t head_bytes = 2 * params.seqlen_kv * (params.head_dim + params.head_dim_v);
   const int64_t num_sections = ceil_div(total_heads / group * head_bytes, kSectionBytes);
   const int64_t section_heads = group * ceil_div(total_heads / group, std::max<int64_t>(num_sections, 1));
-  *schedule = {static_cast<int>(num_m_blocks),
-               static_cast<int>(num_parts),
-               static_cast<int>(ceil_div(ceil_div(params.seqlen_kv, block_n), num_parts)),
-               static_cast<int>(params.num_heads),
-               static_cast<int>(total_heads),
-               static_cast<int>(section_heads),
-               static_cast<int>(num_tiles),
-               num_tiles > context.multiprocessors ? params.tile_counter : nullptr};
+  *schedule = {
+      static_cast<int>(num_m_blocks), static_cast<int>(num_parts),
+      static_cast<int>(tile_heads),   static_cast<int>(num_heads),
+      static_cast<int>(total_heads),  static_cast<int>(section_heads),
+      static_cast<int>(num_tiles),    num_tiles > context.multiprocessors ? params.tile_counter : nullptr};
   return true;
 }
 
@@ -78,7 +77,7 @@ struct PlaneTile {
 template <class Keys, int kConsumers, bool kPlanes = false>
 struct WorkTile : If<Keys::kMayBeListed, PairTile<Keys>>, If<kPlanes, PlaneTile> {
   int m_start;  // -1: there are no more tiles
-  int head;
+  int head;     // the first one
   int batch;
   int part;                    // where kIsSplit
   KeyBlocks blocks;            // of all rows
@@ -107,23 +106,35 @@ __device__ __forceinline__ void write_tile(const Schedule& schedule, const Forwa
   const int batch = head_and_batch / schedule.num_heads;
   const Mask mask(params, batch);
   tile.m_start = m_start;
-  tile.head = head_and_batch - batch * schedule.num_heads;
+  tile.head = (head_and_batch - batch * schedule.num_heads) * (kIsSplit ? schedule.tile_heads : 1);
   tile.batch = batch;
   tile.mask = mask;
-  // Rows beyond the end of out are neither masked nor written.
-  const int rows_left = static_cast<int>(params.seqlen_q) - m_start;
-  // A part has the same keys for all rows and batch elements, whatever they see.
+  // Of rows from m_start + row on. Those beyond the end of out are neither masked nor written.
+  auto key_blocks = [&](int row, int rows) {
+    if constexpr (kIsSplit) {
+      const GroupRows own(params, schedule.tile_heads);
+      return mask.key_blocks<kBlockN>(own.query(m_start + row), own.num_queries(m_start + row, rows));
+    } else {
+      return mask.key_blocks<kBlockN>(m_start + row,
+                                      min(rows, static_cast<int>(params.seqlen_q) - m_start - row));
+    }
+  };
+  KeyBlocks blocks = key_blocks(0, 64 * kConsumers);
+  // The parts divide evenly what the tile sees; fewer keys would take less time than starting.
+  constexpr int kMinPartBlocks = 512 / kBlockN;
+  const int part_blocks = max((blocks.end - blocks.begin + num_parts - 1) / num_parts, kMinPartBlocks);
+  const int part_begin = blocks.begin + part * part_blocks;
   auto of_part = [&](KeyBlocks blocks) {
     if constexpr (kIsSplit) {
-      const int first = part * schedule.part_blocks, end = first + schedule.part_blocks;
-      blocks.begin = max(blocks.begin, first);
-      blocks.end = max(min(blocks.end, end), blocks.begin);
-      blocks.whole_begin = max(blocks.whole_begin, first);  // where the consumers' inner loop ends
-      blocks.whole_end = min(blocks.whole_end, end);
+      const int part_end = part_begin + part_blocks;
+      blocks.begin = max(blocks.begin, part_begin);
+      blocks.end = max(min(blocks.end, part_end), blocks.begin);
+      blocks.whole_begin = max(blocks.whole_begin, part_begin);  // where the consumers' inner loop ends
+      blocks.whole_end = min(blocks.whole_end, part_end);
     }
     return blocks;
   };
-  KeyBlocks blocks = of_part(mask.key_blocks<kBlockN>(m_start, min(64 * kConsumers, rows_left)));
+  blocks = of_part(blocks);
   const Keys keys(params, batch, tile.head, m_start, 0, 0);
   if (keys.is_listed()) blocks = {0, keys.count, 0, 0};
   if constexpr (Keys::kMayBeListed) {
@@ -132,7 +143,7 @@ __device__ __forceinline__ void write_tile(const Schedule& schedule, const Forwa
   }
   if constexpr (kIsSplit) tile.part = part;
   if constexpr (kPlanes) {
-    const int group = schedule.num_heads / static_cast<int>(params.num_kv_heads);
+    const int group = static_cast<int>(params.num_heads) / static_cast<int>(params.num_kv_heads);
     const PlaneScales scales(params, batch, tile.head / group);
     tile.score_exponent = scales.of_scores();
     tile.out_exponent = scales.of_out();
@@ -149,7 +160,7 @@ __device__ __forceinline__ void write_tile(const Schedule& schedule, const Forwa
       tile.rows[i] = rows;
       continue;
     }
-    KeyBlocks rows = of_part(mask.key_blocks<kBlockN>(m_start + 64 * i, min(64, rows_left - 64 * i)));
+    KeyBlocks rows = of_part(key_blocks(64 * i, 64));
     if (rows.is_empty()) rows.begin = rows.end = blocks.begin;
     tile.rows[i] = rows;
   }

@@ -63,11 +63,12 @@ inline bool is_served(const AttentionParams& params, const LaunchContext& contex
   return true;
 }
 
-// Boxes of `box_rows` rows and kColumns columns, a chunk's, of one head of a dense [batch, seqlen, num_heads,
-// head_dim]. Coordinates are (column, head, row, batch). False if the driver refuses.
+// Boxes of `box_rows` rows of `box_heads` heads, which come one after the other, and kColumns columns, a
+// chunk's, of a dense [batch, seqlen, num_heads, head_dim]. Coordinates are (column, head, row, batch). False
+// if the driver refuses.
 template <class Element, int kColumns = kChunkColumns>
 bool make_tensor_map(const void* tensor, int64_t batch, int64_t seqlen, int64_t num_heads, int64_t head_dim,
-                     int box_rows, CUtensorMap* map) {
+                     int box_rows, CUtensorMap* map, int box_heads = 1) {
   static_assert(sizeof(Element) == 2 && (kColumns == 32 || kColumns == 64));
   constexpr CUtensorMapSwizzle kSwizzle =
       kColumns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
@@ -80,7 +81,7 @@ bool make_tensor_map(const void* tensor, int64_t batch, int64_t seqlen, int64_t 
                               cuuint64_t(batch)};
   const cuuint64_t row_bytes = 2 * head_dim;
   const cuuint64_t strides[] = {row_bytes, row_bytes * num_heads, row_bytes * num_heads * seqlen};
-  const cuuint32_t box[] = {kColumns, 1, cuuint32_t(box_rows), 1};
+  const cuuint32_t box[] = {kColumns, cuuint32_t(box_heads), cuuint32_t(box_rows), 1};
   const cuuint32_t steps[] = {1, 1, 1, 1};
   return encode(map, kType, 4, const_cast<void*>(tensor), sizes, strides, box, steps,
                 CU_TENSOR_MAP_INTERLEAVE_NONE, kSwizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
