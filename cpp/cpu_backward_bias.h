@@ -129,18 +129,19 @@ bool BackwardBiasIn(const BackwardParams& params, ThreadPool& pool) {
     const int64_t rows = std::min(kBiasM, params.seqlen_q - row0),
                   keys = std::min(kBiasN, params.seqlen_kv - key0);
     for (int64_t i = 0; i < rows; i += params.dbias_rows) {
-      T* to = static_cast<T*>(params.dbias) +
-              (batch_and_head * rows_out + (row0 + i) / params.dbias_rows) * keys_out +
-              key0 / params.dbias_keys;
-      for (int64_t j = 0; j < keys; j += params.dbias_keys) {
-        T sum = 0;
-        for (int64_t ii = i; ii < std::min(i + params.dbias_rows, rows); ++ii) {
-          for (int64_t jj = j; jj < std::min(j + params.dbias_keys, keys); ++jj) {
-            sum += scratch.sums[ii * kBiasN + jj];
+      const int64_t first =
+          (batch_and_head * rows_out + (row0 + i) / params.dbias_rows) * keys_out + key0 / params.dbias_keys;
+      Visit<T>(Stored{params.dbias, params.dbias_dtype} + first, [&](auto* to) {
+        for (int64_t j = 0; j < keys; j += params.dbias_keys) {
+          T sum = 0;
+          for (int64_t ii = i; ii < std::min(i + params.dbias_rows, rows); ++ii) {
+            for (int64_t jj = j; jj < std::min(j + params.dbias_keys, keys); ++jj) {
+              sum += scratch.sums[ii * kBiasN + jj];
+            }
           }
+          to[j / params.dbias_keys] = FromCompute<std::remove_pointer_t<decltype(to)>>(sum);
         }
-        to[j / params.dbias_keys] = sum;
-      }
+      });
     }
   });
   return true;

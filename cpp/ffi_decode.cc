@@ -174,7 +174,7 @@ ffi::Error ReadTangents(CallReader& call, std::string_view& names, ffi::DataType
   return ffi::Error::Success();
 }
 
-// The sums of dbias: their shape says what each of them is a sum of.
+// The sums of dbias: their shape says what each of them is a sum of. `dtype`: of q.
 ffi::Error TakeBiasGradient(CallReader& call, ffi::DataType dtype, BackwardParams* params) {
   ffi::AnyBuffer buffer = NoBuffer();
   RETURN_IF_ERROR(call.NextResult("dbias", &buffer));
@@ -183,16 +183,20 @@ ffi::Error TakeBiasGradient(CallReader& call, ffi::DataType dtype, BackwardParam
   const auto divides = [](int64_t part, int64_t whole) { return part > 0 ? whole % part == 0 : whole == 0; };
   const bool has_rows = got.size() == 4 && got[2] == T, has_keys = got.size() == 4 && got[3] == S;
   const bool has_pairs = has_rows && has_keys;
-  if (got.size() != 4 || buffer.element_type() != dtype || !(has_rows || got[2] == NumBlocks(T)) ||
+  const bool has_dtype =
+      buffer.element_type() == LseType(dtype) || (has_pairs && buffer.element_type() == dtype);
+  if (got.size() != 4 || !has_dtype || !(has_rows || got[2] == NumBlocks(T)) ||
       !(has_keys || got[3] == NumBlocks(S)) || !(has_pairs ? divides(got[0], B) : got[0] == B) ||
       !(has_pairs ? got[1] == N || got[1] == 1 : got[1] == N)) {
-    return ffi::Error::InvalidArgument(
-        "jax_flash: dbias must be " + ToString(dtype) + " of shape " + ToString({B, N, T, S}) +
-        ", with a part of the batch or 1 head where it is summed over them, or with blocks of " +
-        std::to_string(kVisibilityBlock) + " for the last two, got " + ToString(buffer.element_type()) +
-        " of shape " + ToString(got) + ".");
+    return ffi::Error::InvalidArgument("jax_flash: dbias must be " + ToString(LseType(dtype)) + " of shape " +
+                                       ToString({B, N, T, S}) +
+                                       ", with a part of the batch or 1 head where it is summed over them, "
+                                       "or of q's dtype, or with blocks of " +
+                                       std::to_string(kVisibilityBlock) + " for the last two, got " +
+                                       ToString(buffer.element_type()) + " of shape " + ToString(got) + ".");
   }
   params->dbias = buffer.untyped_data();
+  params->dbias_dtype = *ToDType(buffer.element_type());
   params->dbias_batch = got[0];
   params->dbias_num_heads = got[1];
   params->dbias_rows = has_rows ? 1 : kVisibilityBlock;
@@ -315,7 +319,7 @@ ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi
 
   params->dq = params->dk = params->dv = params->dbias = nullptr;
   if (pass == Pass::kBackwardBias) {
-    RETURN_IF_ERROR(TakeBiasGradient(call, LseType(dtype), params));
+    RETURN_IF_ERROR(TakeBiasGradient(call, dtype, params));
   } else {
     RETURN_IF_ERROR(call.TakeResult("dq", dtype, {B, T, N, H}, &params->dq));
     RETURN_IF_ERROR(call.TakeResult("dk", dtype, {B, S, K, H}, &params->dk));

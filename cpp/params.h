@@ -191,9 +191,10 @@ struct BackwardParams : AttentionParams {
 
   // The pass for the gradient of bias or alibi_slopes has this instead of dq, dk and dv: partial sums of the
   // gradient, in lse's dtype. A bias with both T and S has [B', N', T, S], each element the sum over B / B'
-  // batch elements and N / N' heads. Otherwise the shape is [B, N, T / rows, S / keys], rounded up, each
-  // element the sum over kVisibilityBlock rows, keys or both.
+  // batch elements and N / N' heads; these may have q's dtype. Otherwise the shape is [B, N, T / rows, S /
+  // keys], rounded up, each element the sum over kVisibilityBlock rows, keys or both.
   void* dbias;
+  DType dbias_dtype;
   int64_t dbias_batch, dbias_num_heads;  // B', N'
   int64_t dbias_rows, dbias_keys;        // 1 or kVisibilityBlock
 

@@ -2,6 +2,9 @@
 // and how it leaves.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cstdint>
 
 #include "accumulator.cuh"
@@ -21,11 +24,13 @@ struct BiasSumsTile {
   };
 
   const BackwardParams& params;
+  bool sees_all;                       // does every query see every key?
   int m_start, n_start, m_end, n_end;  // ends within the lengths
   int64_t index;                       // into the [B', N'] of the sums (BackwardParams::dbias)
   int first_batch, end_batch, first_head, end_head;
 
-  __device__ __forceinline__ BiasSumsTile(const BackwardParams& params, unsigned tile) : params(params) {
+  __device__ __forceinline__ BiasSumsTile(const BackwardParams& params, unsigned tile, bool sees_all = false)
+      : params(params), sees_all(sees_all) {
     const int seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
     const unsigned m_blocks = (seqlen_q + kBlockM - 1) / kBlockM,
                    n_blocks = (seqlen_kv + kBlockN - 1) / kBlockN;
@@ -54,12 +59,18 @@ struct BiasSumsTile {
   __device__ __forceinline__ Item next(const Item& item) const { return visible_from(successor(item)); }
   __device__ __forceinline__ bool exists(const Item& item) const { return item.batch < end_batch; }
 
+  // Are all of its pairs in the tensors, and visible in each item?
+  __device__ __forceinline__ bool is_whole() const {
+    return sees_all && m_end - m_start == kBlockM && n_end - n_start == kBlockN;
+  }
+
  private:
   __device__ __forceinline__ Item successor(const Item& item) const {
     return item.head + 1 < end_head ? Item{item.batch, item.head + 1} : Item{item.batch + 1, first_head};
   }
 
   __device__ __forceinline__ Item visible_from(Item item) const {
+    if (sees_all) return item;
     while (exists(item) && is_hidden(item)) item = successor(item);
     return item;
   }
@@ -98,6 +109,18 @@ __device__ __forceinline__ void add_to_bias_sums(Sum (&sums)[kMTiles][kNTiles][4
   });
 }
 
+// Stores a sum in the dtype that was asked for.
+template <class Sum>
+__device__ __forceinline__ void store_bias_sum(const BackwardParams& params, int64_t index, Sum sum) {
+  if (params.dbias_dtype == DType::kBFloat16) {
+    static_cast<__nv_bfloat16*>(params.dbias)[index] = __float2bfloat16(static_cast<float>(sum));
+  } else if (params.dbias_dtype == DType::kFloat16) {
+    static_cast<__half*>(params.dbias)[index] = __float2half(static_cast<float>(sum));
+  } else {
+    static_cast<Sum*>(params.dbias)[index] = sum;
+  }
+}
+
 // Writes a tile's sums, of which a warp holds those from (row, column) of the tile on. By a block of
 // kThreads, whose shared memory, of kBlockM * kBlockN sums, may be overwritten once all threads are here.
 template <int kThreads, class Sum, int kBlockM, int kBlockN, int kMTiles, int kNTiles>
@@ -110,12 +133,12 @@ __device__ __forceinline__ void write_bias_sums(const BiasSumsTile<kBlockM, kBlo
 
   // ---- One sum for each pair ----
   if (sum_rows == 1 && sum_keys == 1) {
-    Sum* gSums = static_cast<Sum*>(params.dbias) + tile.index * seqlen_q * seqlen_kv;
     for_each_accumulator(sums, [&](int mt, int h, int nt, int c) {
       const int query = tile.m_start + row + accumulator_row(mt, h),
                 key = tile.n_start + column + accumulator_column(nt, c);
-      if (query < seqlen_q && key < seqlen_kv)
-        gSums[int64_t{query} * seqlen_kv + key] = sums[mt][nt][2 * h + c];
+      if (query < seqlen_q && key < seqlen_kv) {
+        store_bias_sum(params, (tile.index * seqlen_q + query) * seqlen_kv + key, sums[mt][nt][2 * h + c]);
+      }
     });
     return;
   }

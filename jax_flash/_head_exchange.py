@@ -48,7 +48,7 @@ class HeadExchange(NamedTuple):
         if heads is None:
             return lax.all_gather(x, self.axes, axis=letters.index(rows), tiled=True)
         x = jnp.repeat(x, self._copies(rows), heads)
-        return lax.all_to_all(x, self.axes, split_axis=heads, concat_axis=letters.index(rows), tiled=True)
+        return self._exchange(x, heads, letters.index(rows))
 
     def to_rows(self, x: jax.Array, letters: Sequence[str], rows: str) -> jax.Array:
         """The device's rows of all heads, or without rows all heads, from those of its heads.
@@ -58,11 +58,24 @@ class HeadExchange(NamedTuple):
         heads = _heads(letters)
         if rows not in letters:
             return lax.all_gather(x, self.axes, axis=heads, tiled=True)
-        x = lax.all_to_all(x, self.axes, split_axis=letters.index(rows), concat_axis=heads, tiled=True)
+        x = self._exchange(x, letters.index(rows), heads)
         if (copies := self._copies(rows)) == 1:
             return x
         copied = x.reshape(*x.shape[:heads], x.shape[heads] // copies, copies, *x.shape[heads + 1 :])
         return jnp.sum(copied, heads + 1, sum_dtype(x.dtype)).astype(x.dtype)
+
+    def _exchange(self, x: jax.Array, split: int, concat: int) -> jax.Array:
+        """Divides one axis over the devices, and puts the parts of another one together.
+
+        `lax.all_to_all` of these axes does the same by two copies of the array in other orders. With the devices' parts
+        in front, one of them is no copy where the batch has one element.
+        """
+        shape = list(x.shape)
+        shape[split : split + 1] = self.num_devices, shape[split] // self.num_devices
+        parts = lax.all_to_all(jnp.moveaxis(x.reshape(shape), split, 0), self.axes, 0, 0, tiled=True)
+        shape = list(parts.shape[1:])
+        shape[concat] *= self.num_devices
+        return jnp.moveaxis(parts, 0, concat).reshape(shape)
 
     def _copies(self, rows: str) -> int:
         """How many devices need each head of an array with these rows."""

@@ -108,8 +108,8 @@ def backward_bias(
     The arguments are those of `backward`, with bias or alibi_slopes among the operands.
 
     Returns:
-      In lse's dtype. For a bias with both T and S: [B or 1, N or 1, T, S], with 1 where the bias has 1. Otherwise
-      [B, N, T or 1, S or 1]. alibi_slopes have neither T nor S.
+      For a bias with both T and S: [B or 1, N or 1, T, S], with 1 where the bias has 1. Otherwise [B, N, T or 1, S or
+      1]. alibi_slopes have neither T nor S. In lse's dtype; in the bias's where the caller has nothing left to sum.
     """
     arrays = _arrays_of_backward(q, k, v, out, lse, dout, dlse, operands)
     return bind(BACKWARD_BIAS, _backward_bias_p, arrays, options)[0]
@@ -198,7 +198,11 @@ def _backward_avals(q, k, v, *_, **params):
 
 
 def _backward_bias_avals(num_sums: Callable, *args, operands, **params):
-    return (_bias_sums_aval(BACKWARD_BIAS.by_name(args, operands), num_sums),)
+    named = BACKWARD_BIAS.by_name(args, operands)
+    sums, q, bias = _bias_sums_aval(named, num_sums), named["q"], named.get("bias")
+    # Rounded by the kernel, they are not written in float32 and then read.
+    is_gradient = bias is not None and bias.shape == sums.shape and q.ndim == len(AXES["q"]) + 1
+    return (sums.update(dtype=q.dtype) if is_gradient and bias.dtype == q.dtype else sums,)
 
 
 def _bias_sums_aval(named, num_sums: Callable):
@@ -398,10 +402,12 @@ def _lower_sums_of_blocks_cuda(call: Pass, ctx, *args, **params):
     parts = _kernel_choice.num_bias_parts(q, k, _fold(dbias, "dbias"))
     if parts == 1:
         return _lower_cuda(call, ctx, *args, **params)
-    of_parts = jax.core.ShapedArray((parts, *dbias.shape[-3:]), dbias.dtype)
+    of_parts = jax.core.ShapedArray((parts, *dbias.shape[-3:]), sum_dtype(dbias.dtype))
     sums = _lower_cuda(call, ctx.replace(avals_out=[of_parts]), *args, **params)
     total = jax.core.ShapedArray(dbias.shape, dbias.dtype)
-    add = mlir.lower_fun(lambda x: jnp.sum(x, 0).reshape(total.shape), multiple_results=False)
+    add = mlir.lower_fun(
+        lambda x: jnp.sum(x, 0).reshape(total.shape).astype(total.dtype), multiple_results=False
+    )
     return add(ctx.replace(avals_in=[of_parts], avals_out=[total]), *sums)
 
 

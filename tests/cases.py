@@ -515,7 +515,7 @@ CASES = [
         query_offset=(2084, 30, 0),
         query_seq_lengths=(16, 16, 7),
         key_value_seq_lengths=(2100, 70, 3),
-        sinks=0.5,
+        sinks=tuple(np.linspace(-1, 3, 16)),
     ),
     case("chunk", t=20, s=2100, n=2, k=1, h=128),
     case(

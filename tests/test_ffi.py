@@ -211,6 +211,14 @@ BAD_BACKWARD_BIAS = {
     "dbias of 3 batch elements": (BIAS | dict(replace={"dbias": ((3, 6, 4, 5), F32)}), "dbias"),
     "dbias of rank 3": (BIAS | dict(replace={"dbias": ((6, 4, 5), F32)}), "dbias"),
     "dbias of another dtype": (BIAS | dict(replace={"dbias": ((2, 6, 4, 5), BF16)}), "dbias"),
+    "dbias of blocks in 16 bits": (
+        BIAS
+        | dict(
+            replace={name: (SHAPES[name], BF16) for name in ("q", "k", "v", "out", "dout")}
+            | {"bias": ((2, 6, 1, 5), F32), "dbias": ((2, 6, 1, 5), BF16)}
+        ),
+        "dbias must be float32 of shape",
+    ),
     "dout of another shape": (
         BIAS | dict(replace={"dout": ((2, 4, 6, 8), F32)}),
         "dout must be float32 of shape",

@@ -83,6 +83,8 @@ struct BackwardBiasArguments {
   BackwardParams params;
   LogitScale logit;
   PairOptions pairs;
+  bool sees_all;     // does every query see every key?
+  bool shares_bias;  // do all items of a tile have the same bias?
   int num_tiles;
   int* counter;  // of tiles handed out; null: there are as many blocks as tiles
 };
@@ -108,7 +110,7 @@ struct BackwardBiasConfig {
   static constexpr int kQBytes = kChunks * kQChunkBytes, kKvBytes = kChunks * kKvChunkBytes;
   static constexpr int kDout = kQStages * kQBytes, kK = 2 * kDout, kV = kK + kKvStages * kKvBytes;
   static constexpr int kBias = kV + kKvStages * kKvBytes;
-  static constexpr int kBarriers = kBias + 4 * kConsumers * WarpBias::kBytes;
+  static constexpr int kBarriers = kBias + 4 * kConsumers * kParts * WarpBias::kBytes;
   static constexpr int kNumBarriers = 4 * (kQStages + kKvStages) + 2;
   static constexpr int kItems = kBarriers + 8 * kNumBarriers, kSharedBytes = kItems + ItemRing::kBytes;
   static_assert(kSharedBytes <= 227 * 1024);
@@ -125,8 +127,8 @@ struct BackwardBiasShared {
   __device__ uint32_t sDout(int stage, int row) const { return sQ(stage, row) + Config::kDout; }
   __device__ uint32_t sK(int stage) const { return base + Config::kK + stage * Config::kKvBytes; }
   __device__ uint32_t sV(int stage) const { return base + Config::kV + stage * Config::kKvBytes; }
-  __device__ typename Config::WarpBias bias(int warp) const {
-    return {base + Config::kBias + warp * Config::WarpBias::kBytes};
+  __device__ typename Config::WarpBias bias(int warp, int part) const {
+    return {base + Config::kBias + (warp * Config::kParts + part) * Config::WarpBias::kBytes};
   }
 
   using QRing = Ring<Config::kQStages, /*kFullParts=*/2, /*kEmptyParts=*/2>;
@@ -231,7 +233,10 @@ struct BackwardBiasConsumer {
 #pragma unroll
     for (Scores& part : sums) clear(part);
     Item item = tile.first();
-    if (tile.exists(item)) start_bias<kPolicy>(tile, item, 0);
+    if (tile.exists(item)) {
+      start_bias<kPolicy>(tile, item, 0);
+      if (arguments.shares_bias) start_bias<kPolicy>(tile, item, 1);
+    }
     Stats stats = load_stats(tile, item);
 #pragma unroll 1
     while (tile.exists(item)) {
@@ -267,7 +272,7 @@ struct BackwardBiasConsumer {
   template <PairPolicy kPolicy>
   __device__ __forceinline__ void start_bias(const Tile& tile, const Item& item, int part) {
     if (has_staged_bias<kPolicy>()) {
-      start_bias_copy(shared.bias(4 * consumer + warp), pairs(item), tile.m_start + warp_row,
+      start_bias_copy(shared.bias(4 * consumer + warp, part), pairs(item), tile.m_start + warp_row,
                       tile.n_start + part * kPartN);
     }
   }
@@ -318,16 +323,16 @@ struct BackwardBiasConsumer {
     const bool has_dropout = kPolicy.others && pairs.has_dropout();
     if (has_mask) load_visible(visible, pairs, row0, column0);
     if (has_dropout) draw_kept(kept, pairs, row0, column0);
-    const Mask mask(arguments.params, item.batch);
-    const bool is_whole = mask.covers(row0, 16, column0, kPartN);
+    const auto mask = [&] { return Mask(arguments.params, item.batch); };
+    const bool is_whole = tile.is_whole() || mask().covers(row0, 16, column0, kPartN);
     ptx::wgmma_wait<kInFlight>();
     ptx::keep_in_place(scores[0]);
     kv.release_by_warpgroup(shared.kKeys);
     if constexpr (kIsLast) q_ring.release_by_warpgroup(shared.kQueries);
     const LogitScale& logit = arguments.logit;
     if (has_staged_bias<kPolicy>()) {
-      add_staged_bias(scores[0], pairs, shared.bias(4 * consumer + warp), logit);
-      if (tile.exists(next_item)) start_bias<kPolicy>(tile, next_item, next_part);
+      add_staged_bias(scores[0], pairs, shared.bias(4 * consumer + warp, part), logit);
+      if (!arguments.shares_bias && tile.exists(next_item)) start_bias<kPolicy>(tile, next_item, next_part);
     }
     if constexpr (kPolicy.others) {
       transform_scores(scores[0], pairs, has_staged_bias<kPolicy>(), logit, row0, column0);
@@ -337,7 +342,7 @@ struct BackwardBiasConsumer {
       const float p = ptx::exp2_approx(fmaf(x, logit.scale_log2, -stats.lse_log2[h]));
       x = kPolicy.others && logit.transform == LogitTransform::kSoftCap ? p * soft_cap_slope(x) : p;
     });
-    if (!is_whole) fill_hidden(scores, mask, row0, column0, 0);
+    if (!is_whole) fill_hidden(scores, mask(), row0, column0, 0);
     if (has_mask) fill_unset(scores, visible, 0);
 
     // ---- sums += ds = p * (dout v^T - delta) ----
@@ -354,26 +359,29 @@ struct BackwardBiasConsumer {
   }
 
   __device__ __forceinline__ void write_out(const Tile& tile) {
-    const int seqlen_kv = static_cast<int>(arguments.params.seqlen_kv);
-    float* gSums =
-        static_cast<float*>(arguments.params.dbias) + tile.index * arguments.params.seqlen_q * seqlen_kv;
-    const bool by_twos = seqlen_kv % 2 == 0;
+    const BackwardParams& params = arguments.params;
+    const int seqlen_kv = static_cast<int>(params.seqlen_kv);
+    const bool by_twos = seqlen_kv % 2 == 0, is_float32 = params.dbias_dtype == DType::kFloat32;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = tile.m_start + warp_row + accumulator_row(0, h);
       if (row >= tile.m_end) continue;
-      float* gRow = gSums + int64_t{row} * seqlen_kv;
+      const int64_t row_index = (tile.index * params.seqlen_q + row) * seqlen_kv;
 #pragma unroll
       for (int part = 0; part < Config::kParts; ++part) {
 #pragma unroll
         for (int nt = 0; nt < kPartN / 8; ++nt) {
           const int column = tile.n_start + part * kPartN + accumulator_column(nt, 0);
-          const float (&two)[4] = sums[part][0][nt];
-          if (by_twos && column < seqlen_kv) {
-            *reinterpret_cast<float2*>(gRow + column) = make_float2(two[2 * h], two[2 * h + 1]);
+          const int64_t index = row_index + column;
+          const float first = sums[part][0][nt][2 * h], second = sums[part][0][nt][2 * h + 1];
+          if (column >= seqlen_kv) continue;
+          if (by_twos && is_float32) {
+            reinterpret_cast<float2*>(params.dbias)[index / 2] = make_float2(first, second);
+          } else if (by_twos) {
+            reinterpret_cast<uint32_t*>(params.dbias)[index / 2] = pack<Arithmetic>(first, second);
           } else {
-            if (column < seqlen_kv) gRow[column] = two[2 * h];
-            if (column + 1 < seqlen_kv) gRow[column + 1] = two[2 * h + 1];
+            store_bias_sum(params, index, first);
+            if (column + 1 < seqlen_kv) store_bias_sum(params, index + 1, second);
           }
         }
       }
@@ -398,8 +406,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __syncthreads();
 
   auto for_each_tile = [&]<bool kDraws = false>(auto f, std::bool_constant<kDraws> = {}) {
-    for_each_item<kDraws>(shared.items(), arguments.counter, blockIdx.x, arguments.num_tiles,
-                          [&](int tile) { f(typename Config::Tile(arguments.params, tile)); });
+    for_each_item<kDraws>(shared.items(), arguments.counter, blockIdx.x, arguments.num_tiles, [&](int tile) {
+      f(typename Config::Tile(arguments.params, tile, arguments.sees_all));
+    });
   };
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
@@ -419,6 +428,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
 }
 
+// Do all batch elements and heads that add to a sum have the same bias?
+inline bool shares_bias(const BackwardParams& params) {
+  const bool one_batch = params.bias.batch_stride == 0 || params.dbias_batch == params.batch;
+  return one_batch && (params.bias.head_stride == 0 || params.dbias_num_heads == params.num_heads);
+}
+
 template <class Arithmetic, int kHeadDim>
 Status backward_bias(const BackwardParams& params, const LaunchContext& context) {
   using Config = BackwardBiasConfig<Arithmetic, kHeadDim>;
@@ -433,6 +448,8 @@ Status backward_bias(const BackwardParams& params, const LaunchContext& context)
   BackwardBiasArguments arguments{.params = params,
                                   .logit = LogitScale(params),
                                   .pairs = PairOptions(params),
+                                  .sees_all = is_full(params),
+                                  .shares_bias = shares_bias(params),
                                   .num_tiles = static_cast<int>(tiles),
                                   .counter = tiles > context.multiprocessors ? params.tile_counter : nullptr};
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;

@@ -1019,8 +1019,8 @@ inline int packed_heads(const ForwardParams& params) {
 // products count. (jax_flash/_kernel_choice.py has the same rule.)
 inline bool takes_few_queries(const ForwardParams& params) {
   const bool is_16_bit = params.dtype == DType::kBFloat16 || params.dtype == DType::kFloat16;
-  return is_16_bit && params.num_key_parts > 1 && params.seqlen_q * packed_heads(params) >= 128 &&
-         std::max(params.head_dim, params.head_dim_v) <= 128 && !is_general(params);
+  return is_16_bit && params.num_key_parts > 1 && params.num_kv_heads > 0 && !is_general(params) &&
+         params.seqlen_q * packed_heads(params) >= 128 && std::max(params.head_dim, params.head_dim_v) <= 128;
 }
 
 template <class Config, int kHeadDim>
