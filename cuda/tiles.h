@@ -233,8 +233,8 @@ constexpr ForwardTile forward_tile(int head_dim, bool is_long) {
   return {2, 64, 2, 1, 0, true};                         // 224 KB, of half of the columns
 }
 
-// For few queries on many keys, which are taken in parts: two consumers, because rows of a tile that has
-// fewer queries are lost. At head dim 128, three were only 2 % faster where no row was lost.
+// For few queries on many keys, which are taken in parts: 128 rows, because those that a tile lacks are lost,
+// or 256 where that is faster. At head dim 128, 192 were only 2 % faster where no row was lost.
 constexpr ForwardTile split_forward_tile(int head_dim, bool is_wide) {
   if (head_dim <= 32) return {2, 128, 4, 2, 32, true};                   // 88 KB
   if (head_dim <= 64 && !is_wide) return {2, 128, 3, 2, 64, true};       // 144 KB
@@ -332,7 +332,8 @@ constexpr TangentTile tangent_tile(int head_dim) {
 
 }  // namespace jax_flash::cuda::sm90
 
-// ---- kKeyUnit -----------------------------------------------------------------------------------------------
+// ---- kKeyUnit
+// -----------------------------------------------------------------------------------------------
 
 namespace jax_flash::cuda {
 

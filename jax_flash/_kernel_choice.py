@@ -60,7 +60,9 @@ def planes_pay(direction: str, q, k, options: AttentionOptions) -> bool:
     return pairs >= of_query * seqlen_q * group + of_key * seqlen_kv
 
 
-def num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions) -> int:
+def num_key_parts(
+    q, k, v, operands: tuple[str, ...], options: AttentionOptions, page_size: int | None = None
+) -> int:
     """Into how many parts a forward kernel splits the keys; 0: it does not, or there is no such kernel.
 
     It depends neither on the batch nor on the number of key heads: a sequence has the same bits alone and in a batch,
@@ -73,29 +75,45 @@ def num_key_parts(q, k, v, operands: tuple[str, ...], options: AttentionOptions)
     keys = seqlen_kv
     if min(options.reach) >= 0:  # the first block of keys may begin before the first that a query sees
         keys = min(keys, sum(options.reach) + seqlen_q + _library.constants()["kVisibilityBlock"])
-    # Hopper's kernel for whole tiles.
-    has_kernel = q.dtype.itemsize == 2 and _hopper_head_dim("forward", q, v) > 0
+    group, head_dim = num_heads // num_kv_heads, max(q.shape[-1], v.shape[-1])
     is_general = options.logits_soft_cap > 0 or options.scale <= 0 or not _PAIR_OPERANDS.isdisjoint(operands)
-    rows = seqlen_q * math.gcd(num_heads // num_kv_heads, 64)  # that a tile may have
+    in_tiles = q.dtype.itemsize == 2 and not is_general and _hopper_head_dim("forward", q, v) > 0
+    in_tiles = in_tiles and (page_size is None or page_size % 8 == 0)
     if _is_decoding(q, k, v):
-        if has_kernel and not is_general and rows >= 128 and max(q.shape[-1], v.shape[-1]) <= 128:
+        # takes_few_queries in cuda/sm90/forward.cuh
+        if in_tiles and seqlen_q * math.gcd(group, 64) >= 128 and keys >= 2048 and head_dim <= 128:
             return min(16, max(2, keys // 2048))
         # A part writes 4 bytes for each row and column, so longer sequences have longer parts; of 1,024 keys at most,
         # so that a long sequence alone has parts for all multiprocessors of a GPU.
         part = 256 if keys <= 4096 else 512 if keys < 8192 else 1024
         return -(-keys // part)
-    # A few hundred queries are too few tiles.
-    if not has_kernel or is_general or seqlen_q > 1024 or keys < 16 * seqlen_q:
+    # A few hundred queries are too few tiles. In a window a device may have a part of the sequence, with other parts.
+    if not in_tiles or keys < seqlen_kv or seqlen_q > 1024 or keys < 16 * seqlen_q:
         return 0
-    tiles = 8 * -(-rows // 128)  # of 8 key heads, which most models have
-    most = min(16, keys // (2048 if seqlen_q <= 64 else 4096))
+    return _num_parts_of_tiles(seqlen_q, group, keys, head_dim)
+
+
+def _num_parts_of_tiles(seqlen_q: int, group: int, keys: int, head_dim: int) -> int:
+    """The number of parts that takes the least time with 8 key heads, as most models have; 0: none."""
+    packed = math.gcd(group, 64)
+    rows = seqlen_q * packed
+    is_wide = (
+        32 < head_dim <= 64 and -(-rows // 256) * 256 <= rows + rows // 8
+    )  # split_is_wide in cuda/tiles.h
+    tiles = 8 * (group // packed) * -(-rows // (256 if is_wide else 128))
+    whole_tiles = 8 * group * -(-seqlen_q // 192)
+    most = 16 if seqlen_q <= 64 else 8 if seqlen_q <= 256 else 4
+    shortest = 2048 if seqlen_q <= 64 else 4096
 
     def cost(parts: int) -> float:
-        """In keys of a tile. A part of a tile's rows takes about as long to write and merge as 1,000 of its keys."""
+        """In keys of a tile, as measured at head dim 128: whole tiles are larger; parts are written and merged."""
+        if parts == 1:
+            return 1.2 * keys * -(-whole_tiles // _HOPPER_MULTIPROCESSORS)
         rounds = -(-tiles * parts // _HOPPER_MULTIPROCESSORS)
         return keys * rounds / parts + 1000 * tiles * parts / _HOPPER_MULTIPROCESSORS
 
-    return min(range(2, most + 1), key=cost, default=0)
+    parts = min(range(1, max(1, min(most, keys // shortest)) + 1), key=cost)
+    return parts if parts > 1 else 0
 
 
 def _is_decoding(q, k, v) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -29,11 +30,11 @@ def bind_on_shards(call: Pass, inner: Primitive, whole_mesh: Mesh | None, *args:
         name: _expand_mixed_batch_axes(name, x, batch_shape)
         for name, x in call.by_name(args, params["operands"]).items()
     }
-    on_one_device = functools.partial(bind, call, inner, options=params["options"])
+    on_one_device = functools.partial(bind, call, inner)
     if _partitioning.CAN_PARTITION:
         results = _ShardedCall(call, on_one_device, whole_mesh, arrays, params["options"]).bind(arrays)
     else:
-        results = on_one_device(arrays)
+        results = on_one_device(arrays, params["options"])
     # Where the bias was expanded, the last batch axis of dbias was too: it is summed over.
     return [
         x if x.shape == shape else jnp.sum(x, first_batch_axis(name) + len(batch_shape) - 1, keepdims=True)
@@ -61,7 +62,7 @@ class _ShardedCall:
     def __init__(
         self,
         call: Pass,
-        on_one_device: Callable[[Arrays], list[jax.Array]],
+        on_one_device: Callable[[Arrays, AttentionOptions], list[jax.Array]],
         whole_mesh: Mesh | None,
         arrays: Arrays,
         options: AttentionOptions,
@@ -71,11 +72,11 @@ class _ShardedCall:
         self.names = tuple(arrays)
         *self.batch_shape, self.seqlen_q, self.num_heads, _ = arrays["q"].shape
         self.seqlen_kv, self.num_kv_heads, _ = whole_keys(arrays)[0].shape[-3:]
-        results = zip(call.results, jax.eval_shape(on_one_device, arrays), strict=True)
-        self.result_shapes = {name: x.shape for name, x in results}
+        results = jax.eval_shape(functools.partial(on_one_device, options=options), arrays)
+        self.results = dict(zip(call.results, results, strict=True))
         # What the axes of each array are. Axes of one name are sharded alike.
         self.arg_axes = {name: self._axes(name, x.shape) for name, x in arrays.items()}
-        self.result_axes = {name: self._axes(name, shape) for name, shape in self.result_shapes.items()}
+        self.result_axes = {name: self._axes(name, x.shape) for name, x in self.results.items()}
 
     def _axes(self, name: str, shape: tuple[int, ...]) -> list[str]:
         # Query and key heads are one axis where they correspond one to one.
@@ -96,7 +97,7 @@ class _ShardedCall:
     def bind(self, arrays: Arrays) -> list[jax.Array]:
         rule = [[*group.values()] for group in (self.arg_axes, self.result_axes)]
         in_order = dict.fromkeys(axis for group in rule for axes in group for axis in axes)  # of appearance
-        partitioned = custom_partitioning(lambda *args: self.on_one_device(self.named(args)))
+        partitioned = custom_partitioning(lambda *args: self.on_one_device(self.named(args), self.options))
         partitioned.def_partition(
             self._partition,
             sharding_rule=" -> ".join(", ".join(map(" ".join, group)) for group in rule),
@@ -224,7 +225,10 @@ class _Plan:
                 part = _subsequence.at(part, row, column, with_offset=needs_offset)
                 if self._halo:
                     part = self._with_halo(part, column)
-            results = dict(zip(sharded.call.results, sharded.on_one_device(part), strict=True))
+            options = sharded.options
+            if self._summed.get("dbias"):
+                options = dataclasses.replace(options, rounds_sums=False)
+            results = dict(zip(sharded.call.results, sharded.on_one_device(part, options), strict=True))
             return [self._own_part(name, x) for name, x in results.items()]
 
     def _with_halo(self, part: Arrays, column: jax.Array | int) -> Arrays:
@@ -246,7 +250,9 @@ class _Plan:
         if self._summed[name]:
             keys = axes.index("s") if self._scattered[name] else None
             x = sum_over_devices(x, self._summed[name], self._scattered[name], keys)
-        shape = self.result_shardings[name].shard_shape(self._sharded.result_shapes[name])
+        result = self._sharded.results[name]
+        x = x.astype(result.dtype)
+        shape = self.result_shardings[name].shard_shape(result.shape)
         if x.shape == shape:
             return x
         # dbias, where one row of a bias is a bias with all rows of the shard: it is then summed over batch and heads,

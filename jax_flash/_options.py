@@ -49,6 +49,8 @@ class AttentionOptions:
     deterministic: bool  # the backward pass sums in a fixed order
     # For _kernel_choice: may products be of two planes? Only some kernels recompute their scores to the bit.
     in_planes: bool = False
+    # May the gradient of a bias leave its kernel in the bias's dtype? Not where devices add up parts of it.
+    rounds_sums: bool = True
 
     @classmethod
     def resolve(
@@ -89,7 +91,7 @@ class AttentionOptions:
     def attributes(self) -> dict[str, float | bool | int]:
         """The FFI attributes. Two calls that differ in nothing else are one to XLA."""
         options = dataclasses.asdict(self)
-        del options["in_planes"]
+        del options["in_planes"], options["rounds_sums"]
         return options
 
     def without_reach(self) -> AttentionOptions:

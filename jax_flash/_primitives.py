@@ -197,12 +197,15 @@ def _backward_avals(q, k, v, *_, **params):
     return tuple(x.update(weak_type=False) for x in (q, k, v))
 
 
-def _backward_bias_avals(num_sums: Callable, *args, operands, **params):
+def _backward_bias_avals(num_sums: Callable, *args, operands, options):
     named = BACKWARD_BIAS.by_name(args, operands)
     sums, q, bias = _bias_sums_aval(named, num_sums), named["q"], named.get("bias")
     # Rounded by the kernel, they are not written in float32 and then read.
     is_gradient = bias is not None and bias.shape == sums.shape and q.ndim == len(AXES["q"]) + 1
-    return (sums.update(dtype=q.dtype) if is_gradient and bias.dtype == q.dtype else sums,)
+    has_pairs = is_gradient and bias.shape[-2:] == (q.shape[-3], named["k"].shape[-3])
+    return (
+        sums.update(dtype=q.dtype) if has_pairs and options.rounds_sums and bias.dtype == q.dtype else sums,
+    )
 
 
 def _bias_sums_aval(named, num_sums: Callable):
@@ -270,6 +273,7 @@ def _workspace_avals(call: Pass, avals, *, operands: tuple[str, ...], options: A
     """The arrays that the CUDA kernels need for themselves. XLA allocates them, as further results of the call."""
     named = call.by_name(avals, operands)
     q, (k, v) = named["q"], whole_keys(named)
+    page_size = named["v_pages"].shape[1] if call is PAGED_FORWARD else None
     batch, seqlen_q, num_heads, head_dim = _fold(q, "q").shape
     mask_shape = _fold(named["mask"], "mask").shape if "mask" in named else (1, 1, 1, 1)
 
@@ -308,7 +312,7 @@ def _workspace_avals(call: Pass, avals, *, operands: tuple[str, ...], options: A
             T_mask=mask_shape[2],
             S_mask=mask_shape[3],
             num_planes=num_planes,
-            num_key_parts=lambda: _kernel_choice.num_key_parts(q, k, v, operands, options),
+            num_key_parts=lambda: _kernel_choice.num_key_parts(q, k, v, operands, options, page_size),
             sums_dq=lambda: _kernel_choice.sums_dq(
                 q,
                 k,

@@ -90,6 +90,50 @@ def test_gradient_has_the_dtype_of_the_bias(kind, bias_dtype, axes, platform):
     assert_close(got, exact_gradients(*args, bias)[3], rule, naive)
 
 
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")], ids=["one device", "batch", "sequence"])
+@pytest.mark.parametrize("axes", quick.rows(["BNTS", "BN1S", "BNT1", "BN11"], quick=["BN1S", "BNT1"]))
+@pytest.mark.parametrize("sizes", quick.rows([(16, 40), (1, 40), (40, 1), (72, 128)], quick=[(16, 40)]))
+def test_gradient_in_16_bits_of_a_bias_of_each_head(sizes, axes, spec):
+    """Only with both queries and keys does it leave the kernel in 16 bits."""
+    if spec[1:] and any(size % 8 for size in sizes):
+        pytest.skip("does not divide over the devices")
+    lengths = dict(zip("BNTS1", (8, 2, *sizes, 1), strict=True))
+    q, k, v = (random(8, length, 2, 16, seed=i) for i, length in enumerate((sizes[0], *sizes[1:] * 2)))
+    bias = random(*(lengths[letter] for letter in axes), seed=3)
+
+    def loss(bias, q, k, v):
+        out, lse = attention(q, k, v, bias, return_residual=True)
+        return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(lse)
+
+    gradient = jax.grad(loss)
+
+    args = [x.astype(DTYPES["bfloat16"]) for x in (bias, q, k, v)]
+    want = jax.jit(gradient)(*(x.astype(np.float32) for x in args))
+    placed = strategies.put(harness.mesh_of(8, names=("x",)), spec, *args[1:]) if spec else args[1:]
+    got = jax.jit(gradient)(args[0], *placed)
+    assert got.dtype == args[0].dtype
+    limit = np.sqrt(np.mean(want**2)) * 2.0**-6 + 1e-6
+    np.testing.assert_array_less(np.sqrt(np.mean((np.asarray(got, np.float32) - want) ** 2)), limit)
+
+
+def test_parts_of_devices_are_added_in_float32():
+    """Parts of a shared bias's gradient that nearly cancel."""
+    q, k, v = (
+        np.repeat(random(1, T, 2, 16, seed=seed), 8, 0).astype(DTYPES["bfloat16"]) for seed in range(3)
+    )
+    dout = random(8, T, 2, 16, seed=3)
+    dout = (dout - 0.97 * dout.mean(0)).astype(DTYPES["bfloat16"])
+    bias = random(1, 2, T, T, seed=4, dtype=DTYPES["bfloat16"])
+
+    @jax.jit
+    def gradient(bias, q, k, v, dout):
+        return jax.vjp(functools.partial(attention, q, k, v), bias)[1](dout)[0]
+
+    want = gradient(bias, q, k, v, dout)
+    got = gradient(bias, *strategies.put(harness.mesh_of(8, names=("x",)), P("x"), q, k, v, dout))
+    np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_gradient_has_the_dtype_of_the_slopes(dtype, platform):
     slopes = np.linspace(0.0, 0.5, 8).astype(DTYPES[dtype])

@@ -319,9 +319,12 @@ DECODE = [
 ]
 
 
-def num_parts(t=1, s=8192, n=32, k=8, h=128, hv=128, dtype="bfloat16", operands=(), **options) -> int:
+def num_parts(
+    t=1, s=8192, n=32, k=8, h=128, hv=128, dtype="bfloat16", operands=(), page_size=None, **options
+) -> int:
     q, k, v = (jax.core.ShapedArray(shape, jnp.dtype(dtype)) for shape in ((t, n, h), (s, k, h), (s, k, hv)))
-    return _kernel_choice.num_key_parts(q, k, v, operands, AttentionOptions.resolve(h, **options))
+    options = AttentionOptions.resolve(h, **options)
+    return _kernel_choice.num_key_parts(q, k, v, operands, options, page_size)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +373,10 @@ def test_number_of_parts(call, parts, monkeypatch):
         (dict(t=16, n=128), 4, 8),
         (dict(t=8, n=16, k=1), 4, 8),
         (dict(t=16, n=64, s=131072), 16, 128),
-        (dict(t=16, n=64, s=1000), 2, 4),
+        (dict(t=16, n=64, s=2048), 2, 8),
+        (dict(t=16, n=64, s=2047), 8, 8),  # few keys
+        (dict(t=16, n=64, page_size=16), 4, 8),
+        (dict(t=16, n=64, page_size=12), 8, 8),  # which the copy engine does not take
         (dict(t=16, n=64, s=131072, is_causal=True, local_window_size=(5000, 0)), 2, 10),
         (dict(t=16, n=64, operands=("key_value_seq_lengths", "query_offset", "sinks")), 4, 8),
         (dict(t=16, n=64, operands=("mask",)), 8, 8),
@@ -390,7 +396,7 @@ def test_number_of_parts_of_few_queries_of_many_heads(call, parts, others, monke
     [
         (dict(t=512, s=32768), 2),  # 128 tiles for 132 multiprocessors
         (dict(t=512, s=131072), 2),
-        (dict(t=512, s=8192), 2),
+        (dict(t=512, s=8192), 0),  # in whole tiles
         (dict(t=513, s=8192), 0),  # few keys for so many queries
         (dict(t=512, s=32768, n=8), 4),  # 32 tiles
         (dict(t=512, s=32768, n=24), 4),  # one row of a query, not three
@@ -404,11 +410,15 @@ def test_number_of_parts_of_few_queries_of_many_heads(call, parts, others, monke
         (dict(t=128, s=131072), 4),
         (dict(t=64, s=131072), 8),
         (dict(t=24, s=131072), 16),
-        (dict(t=17, s=8192, n=40), 4),
-        (dict(t=16, s=8192, n=136), 4),  # more rows than the kernel for few queries takes
+        (dict(t=17, s=8192, n=40), 3),
+        (dict(t=16, s=8192, n=136), 3),  # more rows than the kernel for few queries takes
         (dict(t=512, s=32768, is_causal=True), 2),
         (dict(t=512, s=32768, is_causal=True, local_window_size=(1000, 0)), 0),
-        (dict(t=512, s=32768, is_causal=True, local_window_size=(8000, 0)), 2),
+        (dict(t=512, s=32768, is_causal=True, local_window_size=(20000, 0)), 0),
+        (dict(t=512, s=32768, page_size=64), 2),
+        (dict(t=512, s=32768, page_size=12), 0),
+        (dict(t=128, s=32768, n=64, h=64, hv=64), 4),  # tiles of 256 rows
+        (dict(t=1024, s=131072, n=128), 0),
         (dict(t=512, s=32768, local_window_size=(None, 0)), 2),
         (dict(t=512, s=32768, operands=("key_value_seq_lengths", "sinks", "query_offset")), 2),
         (dict(t=512, s=32768, operands=("mask",)), 0),

@@ -8,8 +8,8 @@
 // values in the order k, v, k, v, ..., and where there are several along the keys, their sums are merged at
 // the end. With more parts than one, a block leaves them in workspace, and a second kernel merges the parts.
 //
-// How many parts there are depends on the shapes of a sequence, and not on the batch or the heads: so a
-// sequence has the same bits alone and in a batch, on one device and with heads on several.
+// How many parts there are depends on the shapes of a sequence, and not on the batch or the number of key
+// heads: so a sequence has the same bits alone and in a batch, on one device and with heads on several.
 #pragma once
 
 #include <cstdint>

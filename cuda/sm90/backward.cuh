@@ -211,6 +211,7 @@ struct BackwardConfig {
   // Does a consumer own 64 keys, or half of the columns?
   static constexpr bool kByKeys = backward_is_by_keys(kHeadDim);
   static constexpr int kBlockN = kByKeys ? 128 : 64;
+  static_assert(kKeyUnit % kBlockN == 0);
   // Does one thread of each consumer release the statistics for all, after bar 1? racecheck does not follow
   // that and is given a build in which every thread does so for itself.
 #ifdef JAX_FLASH_ALL_ARRIVE

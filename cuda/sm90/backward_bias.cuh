@@ -31,9 +31,9 @@
 //   two parts
 //   kv full, in  1: warp 1, with TMA            part of the      consumers   keys; values
 //   two parts                                   keys
-//   kv empty,    2: a thread of each consumer   part of the      warp 1      the same, until S; D are done: 2
-//   in two                                      keys                         stages do not hide loads of
-//   parts                                                                    both at once
+//   kv empty,    2: a thread of each consumer   part of the      warp 1      the same, until S; D are done
+//   in two                                      keys
+//   parts
 //   tail         1: warp 0 or 1, with TMA       block with rows  that warp   rows that it then fills with
 //                                               that do not                  zeros, before it arrives at
 //                                               count                        full itself
@@ -97,6 +97,7 @@ struct BackwardBiasConfig {
   static constexpr PairPolicy kPolicy = kAnyPairs;
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
   static constexpr int kBlockM = 64 * kConsumers, kParts = 2, kPartN = 64, kBlockN = kParts * kPartN;
+  static_assert(kKeyUnit % kBlockN == 0);
   static constexpr int kQStages = kHeadDim <= 64 ? 3 : 2;   // buffers of queries and dout
   static constexpr int kKvStages = kHeadDim <= 64 ? 4 : 2;  // buffers of keys and values
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
@@ -358,33 +359,44 @@ struct BackwardBiasConsumer {
     });
   }
 
-  __device__ __forceinline__ void write_out(const Tile& tile) {
-    const BackwardParams& params = arguments.params;
-    const int seqlen_kv = static_cast<int>(params.seqlen_kv);
-    const bool by_twos = seqlen_kv % 2 == 0, is_float32 = params.dbias_dtype == DType::kFloat32;
+  // Calls f(first, key, a, b) for the sums of each two neighboring keys, that are `key` behind the row's
+  // first.
+  template <class F>
+  __device__ __forceinline__ void for_each_two(const Tile& tile, F f) const {
+    const int seqlen_kv = static_cast<int>(arguments.params.seqlen_kv);
+    const int first_key = tile.n_start + accumulator_column(0, 0), keys = seqlen_kv - first_key;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = tile.m_start + warp_row + accumulator_row(0, h);
       if (row >= tile.m_end) continue;
-      const int64_t row_index = (tile.index * params.seqlen_q + row) * seqlen_kv;
+      const int64_t first = (tile.index * arguments.params.seqlen_q + row) * seqlen_kv + first_key;
 #pragma unroll
       for (int part = 0; part < Config::kParts; ++part) {
 #pragma unroll
         for (int nt = 0; nt < kPartN / 8; ++nt) {
-          const int column = tile.n_start + part * kPartN + accumulator_column(nt, 0);
-          const int64_t index = row_index + column;
-          const float first = sums[part][0][nt][2 * h], second = sums[part][0][nt][2 * h + 1];
-          if (column >= seqlen_kv) continue;
-          if (by_twos && is_float32) {
-            reinterpret_cast<float2*>(params.dbias)[index / 2] = make_float2(first, second);
-          } else if (by_twos) {
-            reinterpret_cast<uint32_t*>(params.dbias)[index / 2] = pack<Arithmetic>(first, second);
-          } else {
-            store_bias_sum(params, index, first);
-            if (column + 1 < seqlen_kv) store_bias_sum(params, index + 1, second);
-          }
+          const int key = part * kPartN + 8 * nt;
+          if (key < keys) f(first, key, sums[part][0][nt][2 * h], sums[part][0][nt][2 * h + 1]);
         }
       }
+    }
+  }
+
+  __device__ __forceinline__ void write_out(const Tile& tile) const {
+    const BackwardParams& params = arguments.params;
+    if (params.seqlen_kv % 2 != 0) {
+      const int end = static_cast<int>(params.seqlen_kv) - tile.n_start - accumulator_column(0, 0);
+      for_each_two(tile, [&](int64_t first, int key, float a, float b) {
+        store_bias_sum(params, first + key, a);
+        if (key + 1 < end) store_bias_sum(params, first + key + 1, b);
+      });
+    } else if (params.dbias_dtype == DType::kFloat32) {
+      for_each_two(tile, [&](int64_t first, int key, float a, float b) {
+        (static_cast<float2*>(params.dbias) + first / 2)[key / 2] = make_float2(a, b);
+      });
+    } else {
+      for_each_two(tile, [&](int64_t first, int key, float a, float b) {
+        (static_cast<uint32_t*>(params.dbias) + first / 2)[key / 2] = pack<Arithmetic>(a, b);
+      });
     }
   }
 };

@@ -496,7 +496,7 @@ struct ForwardConsumer {
 
   __device__ __forceinline__ const Tile& tile() const { return shared.tile(tile_ring.stage); }
 
-  // The same, in the sequence.
+  // The same, of all rows of the tile's head.
   __device__ __forceinline__ int row0() const { return uniform(tile().m_start) + warp_row(); }
   __device__ __forceinline__ Pairs<false, const PairHead<false>&> pairs() const {
     return {arguments.params, arguments.pairs, tile().pairs};
@@ -1015,12 +1015,13 @@ inline int packed_heads(const ForwardParams& params) {
   return static_cast<int>(std::gcd(params.num_heads / params.num_kv_heads, int64_t{64}));
 }
 
-// Is this kernel faster than the one for few queries, decode.cuh? It is where rows fill a tile, so that the
-// products count. (jax_flash/_kernel_choice.py has the same rule.)
+// From 128 rows on, products take longer than loading keys, and this kernel is faster than the one for few
+// queries (decode.cuh), whose calls it then takes. (jax_flash/_kernel_choice.py has the same rule.)
 inline bool takes_few_queries(const ForwardParams& params) {
   const bool is_16_bit = params.dtype == DType::kBFloat16 || params.dtype == DType::kFloat16;
   return is_16_bit && params.num_key_parts > 1 && params.num_kv_heads > 0 && !is_general(params) &&
-         params.seqlen_q * packed_heads(params) >= 128 && std::max(params.head_dim, params.head_dim_v) <= 128;
+         params.seqlen_q * packed_heads(params) >= 128 && key_span(params) >= 2048 &&
+         std::max(params.head_dim, params.head_dim_v) <= 128;
 }
 
 template <class Config, int kHeadDim>

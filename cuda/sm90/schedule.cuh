@@ -8,7 +8,8 @@
 // depend on which thread block computes a tile.
 //
 // Where a few rows see many keys, a tile is a part of the keys of its rows, so that there are enough tiles.
-// These rows are of several query heads of a key head (group_rows.cuh), so that few rows of a tile are lost.
+// These rows are of several query heads of a key head (group_rows.cuh), so that few rows of a tile are lost;
+// here they count as rows of one head.
 #pragma once
 
 #include <algorithm>
