@@ -221,7 +221,7 @@ void check_tiles() {
     }
     for (const sm90::ForwardTile tile :
          {sm90::forward_tile(head_dim, false), sm90::forward_tile(head_dim, true),
-          sm90::split_forward_tile(head_dim)}) {
+          sm90::split_forward_tile(head_dim, false), sm90::split_forward_tile(head_dim, true)}) {
       const int columns = tile.out_columns;
       EXPECT((64 * tile.consumers * tile.q_stages + 2 * tile.stages * tile.block_n) * head_dim * 2 +
                      64 * tile.consumers * columns * 2 <=
