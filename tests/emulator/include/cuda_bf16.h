@@ -14,3 +14,4 @@ struct __nv_bfloat16 {
   explicit operator float() const { return __builtin_bit_cast(float, uint32_t{bits} << 16); }
 };
 inline float __bfloat162float(__nv_bfloat16 x) { return static_cast<float>(x); }
+inline __nv_bfloat16 __float2bfloat16(float x) { return __nv_bfloat16(x); }

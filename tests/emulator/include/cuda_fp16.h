@@ -10,3 +10,4 @@ struct __half {
 };
 inline float __half2float(__half x) { return static_cast<float>(x); }
 inline __half __ushort_as_half(uint16_t bits) { return __builtin_bit_cast(__half, bits); }
+inline __half __float2half(float x) { return __half(x); }
