@@ -332,8 +332,7 @@ constexpr TangentTile tangent_tile(int head_dim) {
 
 }  // namespace jax_flash::cuda::sm90
 
-// ---- kKeyUnit
-// -----------------------------------------------------------------------------------------------
+// ---- kKeyUnit ----
 
 namespace jax_flash::cuda {
 

@@ -97,16 +97,15 @@ def _num_parts_of_tiles(seqlen_q: int, group: int, keys: int, head_dim: int) -> 
     """The number of parts that takes the least time with 8 key heads, as most models have; 0: none."""
     packed = math.gcd(group, 64)
     rows = seqlen_q * packed
-    is_wide = (
-        32 < head_dim <= 64 and -(-rows // 256) * 256 <= rows + rows // 8
-    )  # split_is_wide in cuda/tiles.h
+    # split_is_wide in cuda/tiles.h
+    is_wide = 32 < head_dim <= 64 and -(-rows // 256) * 256 <= rows + rows // 8
     tiles = 8 * (group // packed) * -(-rows // (256 if is_wide else 128))
     whole_tiles = 8 * group * -(-seqlen_q // 192)
     most = 16 if seqlen_q <= 64 else 8 if seqlen_q <= 256 else 4
     shortest = 2048 if seqlen_q <= 64 else 4096
 
     def cost(parts: int) -> float:
-        """In keys of a tile, as measured at head dim 128: whole tiles are larger; parts are written and merged."""
+        """In keys of a tile, as measured at head dim 128: whole tiles have 192 rows; parts are written and merged."""
         if parts == 1:
             return 1.2 * keys * -(-whole_tiles // _HOPPER_MULTIPROCESSORS)
         rounds = -(-tiles * parts // _HOPPER_MULTIPROCESSORS)

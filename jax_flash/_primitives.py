@@ -200,12 +200,13 @@ def _backward_avals(q, k, v, *_, **params):
 def _backward_bias_avals(num_sums: Callable, *args, operands, options):
     named = BACKWARD_BIAS.by_name(args, operands)
     sums, q, bias = _bias_sums_aval(named, num_sums), named["q"], named.get("bias")
-    # Rounded by the kernel, they are not written in float32 and then read.
     is_gradient = bias is not None and bias.shape == sums.shape and q.ndim == len(AXES["q"]) + 1
     has_pairs = is_gradient and bias.shape[-2:] == (q.shape[-3], named["k"].shape[-3])
-    return (
-        sums.update(dtype=q.dtype) if has_pairs and options.rounds_sums and bias.dtype == q.dtype else sums,
-    )
+    if has_pairs and options.rounds_sums and bias.dtype == q.dtype:
+        sums = sums.update(
+            dtype=q.dtype
+        )  # the kernel rounds them: they are not written in float32 and then read
+    return (sums,)
 
 
 def _bias_sums_aval(named, num_sums: Callable):

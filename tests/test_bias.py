@@ -92,7 +92,9 @@ def test_gradient_has_the_dtype_of_the_bias(kind, bias_dtype, axes, platform):
 
 @pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")], ids=["one device", "batch", "sequence"])
 @pytest.mark.parametrize("axes", quick.rows(["BNTS", "BN1S", "BNT1", "BN11"], quick=["BN1S", "BNT1"]))
-@pytest.mark.parametrize("sizes", quick.rows([(16, 40), (1, 40), (40, 1), (72, 128)], quick=[(16, 40)]))
+@pytest.mark.parametrize(
+    "sizes", quick.rows([(16, 40), (8, 40), (1, 40), (40, 1), (72, 128)], quick=[(16, 40), (8, 40)])
+)
 def test_gradient_in_16_bits_of_a_bias_of_each_head(sizes, axes, spec):
     """Only with both queries and keys does it leave the kernel in 16 bits."""
     if spec[1:] and any(size % 8 for size in sizes):
@@ -129,9 +131,9 @@ def test_parts_of_devices_are_added_in_float32():
     def gradient(bias, q, k, v, dout):
         return jax.vjp(functools.partial(attention, q, k, v), bias)[1](dout)[0]
 
-    want = gradient(bias, q, k, v, dout)
+    want = np.asarray(gradient(bias, q, k, v, dout), np.float32)
     got = gradient(bias, *strategies.put(harness.mesh_of(8, names=("x",)), P("x"), q, k, v, dout))
-    np.testing.assert_array_equal(got, want)
+    assert np.linalg.norm(np.asarray(got, np.float32) - want) < 2.0**-8 * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

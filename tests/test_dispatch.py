@@ -438,6 +438,19 @@ def test_number_of_parts_of_a_chunk(call, parts, monkeypatch):
         assert num_parts(**call) == expected
 
 
+@pytest.mark.parametrize(
+    "name", [case.name for case in CASES if case.name.startswith(("chunk", "few queries of many"))]
+)
+def test_cases_of_chunks_are_split_on_hopper(name, monkeypatch):
+    case = next(case for case in CASES if case.name == name)
+    kernels = [f"{kind} bfloat16 128" for kind in ("decode sm80", "forward sm90")]
+    monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
+    set_local_gpus(monkeypatch, "9.0")
+    sizes = case.seqlen_q, case.seqlen_kv, case.num_heads, case.num_kv_heads
+    head_dims = dict(h=case.head_dim, hv=case.head_dim_v or case.head_dim)
+    assert num_parts(*sizes, **head_dims, operands=tuple(case.operands(np.float32)), **case.static) > 1
+
+
 def test_number_of_parts_of_symbolic_sizes(monkeypatch):
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": DECODE})
     t, s = export.symbolic_shape("t, s")
