@@ -280,6 +280,7 @@ class Call {
     if (!p.bias && !p.alibi_slopes) return results;
     const bool has_pairs = p.bias && bias_sizes_[2] == p.seqlen_q && bias_sizes_[3] == p.seqlen_kv;
     constexpr int64_t kBlock = jax_flash::kVisibilityBlock;
+    backward.dbias_dtype = has_pairs && p.bias.dtype == p.dtype ? p.dtype : stats_dtype();
     backward.dbias_batch = has_pairs ? bias_sizes_[0] : p.batch;
     backward.dbias_num_heads = has_pairs ? bias_sizes_[1] : p.num_heads;
     backward.dbias_rows = has_pairs || (p.bias && bias_sizes_[2] == p.seqlen_q) ? 1 : kBlock;
@@ -287,7 +288,7 @@ class Call {
     const auto sums = [](int64_t length, int64_t block) { return (length + block - 1) / block; };
     backward.dbias =
         results.Add(backward.dbias_batch * backward.dbias_num_heads * sums(p.seqlen_q, backward.dbias_rows) *
-                        sums(p.seqlen_kv, backward.dbias_keys) * stats_size,
+                        sums(p.seqlen_kv, backward.dbias_keys) * SizeOf(backward.dbias_dtype),
                     fill);
     Check(jax_flash::cpu::BackwardBias(backward, pool, set));
     return results;
