@@ -48,12 +48,9 @@ const WorkspaceRow kWorkspace[] = {
 };
 
 const Constant kConstants[] = {
-    {"kVisibilityBlock", kVisibilityBlock},
-    {"kKeyUnit", kKeyUnit},
-    {"kDecodeQueries", kDecodeQueries},
-    {"kStatsRows", kStatsRows},
-    {"kFragmentRows", kFragmentRows},
-    {"kShortLength", kShortLength},
+    {"kVisibilityBlock", kVisibilityBlock}, {"kKeyUnit", kKeyUnit},
+    {"kDecodeQueries", kDecodeQueries},     {"kStatsRows", kStatsRows},
+    {"kFragmentRows", kFragmentRows},       {"kShortLength", kShortLength},
     {"kPlaneScales", kPlaneScales},
 };
 

@@ -87,7 +87,7 @@ def num_key_parts(
         # so that a long sequence alone has parts for all multiprocessors of a GPU.
         part = 256 if keys <= 4096 else 512 if keys < 8192 else 1024
         return -(-keys // part)
-    # A few hundred queries are too few tiles. In a window a device may have a part of the sequence, with other parts.
+    # A few hundred queries are too few tiles. Not in a window: there a shard would have other parts than the whole.
     if not in_tiles or keys < seqlen_kv or seqlen_q > 1024 or keys < 16 * seqlen_q:
         return 0
     return _num_parts_of_tiles(seqlen_q, group, keys, head_dim)

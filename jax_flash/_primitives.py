@@ -203,9 +203,8 @@ def _backward_bias_avals(num_sums: Callable, *args, operands, options):
     is_gradient = bias is not None and bias.shape == sums.shape and q.ndim == len(AXES["q"]) + 1
     has_pairs = is_gradient and bias.shape[-2:] == (q.shape[-3], named["k"].shape[-3])
     if has_pairs and options.rounds_sums and bias.dtype == q.dtype:
-        sums = sums.update(
-            dtype=q.dtype
-        )  # the kernel rounds them: they are not written in float32 and then read
+        # Rounded by the kernel, they are not written in float32 and then read.
+        sums = sums.update(dtype=q.dtype)
     return (sums,)
 
 
