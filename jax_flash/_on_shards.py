@@ -235,7 +235,8 @@ class _Plan:
         """The arrays with keys that begin at `column`."""
         halo = self._halo
         part |= {name: halo.gather(x) for name, x in part.items() if has_keys(name)}
-        part |= {name: halo.take(x) for name, x in part.items() if name == "key_value_segment_ids"}
+        if "key_value_segment_ids" in part:
+            part["key_value_segment_ids"] = halo.take(part["key_value_segment_ids"])
         if "key_value_seq_lengths" in part:
             part["key_value_seq_lengths"] = jnp.maximum(part["key_value_seq_lengths"], 0) - column
         return part

@@ -96,6 +96,16 @@ def attend(q, k, v, static, differentiable, **more):
     )
 
 
+def with_gradients(static) -> Callable:
+    """A function of q, k, v and what else is differentiated: out, lse and all gradients."""
+
+    def results(*args):
+        (out, lse), vjp = jax.vjp(lambda *args: attend(*args[:3], static, args[3]), *args)
+        return out, lse, *vjp((jnp.cos(out), jnp.sin(jnp.where(lse == -jnp.inf, 0, lse))))
+
+    return results
+
+
 def loss(q, k, v, differentiable, static, **more):
     out, lse = attend(q, k, v, static, differentiable, **more)
     return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(jnp.where(lse == -jnp.inf, 0, lse)))
@@ -312,10 +322,7 @@ def test_heads_are_exchanged(heads, options, axis_type, free_exchange):
     static, differentiable = options
     args = of_heads(*heads)
 
-    def results(*args):
-        (out, lse), vjp = jax.vjp(lambda *args: attend(*args[:3], static, args[3]), *args)
-        return out, lse, *vjp((jnp.cos(out), jnp.sin(jnp.where(lse == -jnp.inf, 0, lse))))
-
+    results = with_gradients(static)
     want = jax.jit(results)(*args, differentiable)
     mesh = mesh_of(NUMBER, axis_types=(axis_type,))
     with jax.set_mesh(mesh):
@@ -474,10 +481,7 @@ def test_only_keys_in_the_window_move(window, counts, static, differentiable, ax
     static = static | dict(local_window_size=window, is_causal=False)
     args = aligned()
 
-    def results(*args):
-        (out, lse), vjp = jax.vjp(lambda *args: attend(*args[:3], static, args[3]), *args)
-        return out, lse, *vjp((jnp.cos(out), jnp.sin(jnp.where(lse == -jnp.inf, 0, lse))))
-
+    results = with_gradients(static)
     want = jax.jit(results)(*args, differentiable)
     mesh = mesh_of(NUMBER, axis_types=(AXIS_TYPES[axis_type],))
     with jax.set_mesh(mesh):
@@ -557,10 +561,7 @@ def test_a_device_stores_a_part_of_the_keys(number, window, static, differentiab
         random(1, length, 1, HV, seed=3),
     ]
 
-    def results(q, k, v, differentiable):
-        (out, lse), vjp = jax.vjp(lambda *args: attend(*args[:3], static, args[3]), q, k, v, differentiable)
-        return out, lse, *vjp((jnp.cos(out), jnp.sin(jnp.where(lse == -jnp.inf, 0, lse))))
-
+    results = with_gradients(static)
     want = jax.jit(results)(*args, differentiable)
     placed = put(mesh_of(number), ROWS, *args)
     compiled = jax.jit(results).lower(*placed, differentiable).compile()
