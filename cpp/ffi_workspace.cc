@@ -46,6 +46,10 @@ ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& par
     const Dims dims = call.PeekResultDims();
     return dims.empty() ? 0 : dims[0];
   };
+  const auto keeps_ds = [&] {
+    const Dims dims = call.PeekResultDims();
+    return dims.size() == 4 && N > 0 && dims[1] == N;
+  };
   const auto sums_dq = [&] {
     const Dims dims = call.PeekResultDims();
     return dims.size() < 2 || dims[1] != 0;

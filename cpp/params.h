@@ -207,6 +207,10 @@ struct BackwardParams : AttentionParams {
   float* dv_parts;
   int64_t num_head_parts;  // of a batch element: a multiple of K that divides N; K where there are no parts
 
+  // The gradients of the logits [B, N, T, S], in q's dtype, where a row sees a key; elsewhere anything. Null:
+  // not wanted.
+  void* ds;
+
   // Whether a separate kernel computes dq, which needs no sums in memory: if the caller gave no room for the
   // sums, and in float32 if deterministic.
   bool leaves_dq;

@@ -193,6 +193,32 @@ std::string run_kernel(Direction direction, const AttentionParams& params, const
          "; implementation=\"xla\" has no such limit.";
 }
 
+std::string compute_backward(const BackwardParams& params, const Context& context) {
+  if (is_short(params)) {
+    const Status status = try_kernels(Direction::short_backward, params, context);
+    if (status.is_served()) return describe(status.error());
+  }
+  if (const Status status = try_planes(params, context, try_backward); status.is_served())
+    return describe(status.error());
+  BackwardParams own = without_planes(params);
+  if (own.options.deterministic && !own.leaves_dq) {
+    // Only Hopper's kernel sums dq in memory in a fixed order, and not with a mask or segments.
+    const Status status = try_hopper(Direction::backward, own, context);
+    if (status.is_served()) return describe(status.error());
+    own.leaves_dq = true;
+  }
+  if (std::string message = run_kernel(Direction::backward, own, context); !message.empty()) return message;
+  return own.leaves_dq ? run_kernel(Direction::backward_dq, own, context) : "";
+}
+
+std::string compute_backward_bias(const BackwardParams& params, const Context& context) {
+  if (is_short(params)) {
+    const Status status = try_kernels(Direction::short_backward_bias, params, context);
+    if (status.is_served()) return describe(status.error());
+  }
+  return run_kernel(Direction::backward_bias, params, context);
+}
+
 // Makes `device` current during its lifetime: the calling thread may have another one.
 class DeviceGuard {
  public:
@@ -269,21 +295,19 @@ std::string run_forward(const ForwardParams& params, cudaStream_t stream, int de
 
 std::string run_backward(const BackwardParams& params, cudaStream_t stream, int device) {
   return run(params, stream, device, [&](const Context& context) -> std::string {
-    if (is_short(params)) {
-      const Status status = try_kernels(Direction::short_backward, params, context);
-      if (status.is_served()) return describe(status.error());
-    }
-    if (const Status status = try_planes(params, context, try_backward); status.is_served())
-      return describe(status.error());
-    BackwardParams own = without_planes(params);
-    if (own.options.deterministic && !own.leaves_dq) {
-      // Only Hopper's kernel sums dq in memory in a fixed order, and not with a mask or segments.
-      const Status status = try_hopper(Direction::backward, own, context);
-      if (status.is_served()) return describe(status.error());
-      own.leaves_dq = true;
-    }
-    if (std::string message = run_kernel(Direction::backward, own, context); !message.empty()) return message;
-    return own.leaves_dq ? run_kernel(Direction::backward_dq, own, context) : "";
+    if (!params.ds) return compute_backward(params, context);
+    const Status status = try_hopper(Direction::backward, params, context);
+    if (status.is_served()) return describe(status.error());
+    // No other kernel writes ds: they are sums of one batch element and one head each.
+    BackwardParams of_bias = params, without = params;
+    of_bias.dbias = params.ds;
+    of_bias.dbias_dtype = params.dtype;
+    of_bias.dbias_batch = params.batch;
+    of_bias.dbias_num_heads = params.num_heads;
+    of_bias.dbias_rows = of_bias.dbias_keys = 1;
+    without.ds = nullptr;
+    const std::string message = compute_backward_bias(of_bias, context);
+    return message.empty() ? compute_backward(without, context) : message;
   });
 }
 
@@ -299,13 +323,8 @@ std::string run_backward_tangent(const BackwardTangentParams& params, cudaStream
 }
 
 std::string run_backward_bias(const BackwardParams& params, cudaStream_t stream, int device) {
-  return run(params, stream, device, [&](const Context& context) -> std::string {
-    if (is_short(params)) {
-      const Status status = try_kernels(Direction::short_backward_bias, params, context);
-      if (status.is_served()) return describe(status.error());
-    }
-    return run_kernel(Direction::backward_bias, params, context);
-  });
+  return run(params, stream, device,
+             [&](const Context& context) { return compute_backward_bias(params, context); });
 }
 
 void set_test_settings(const char* kernels, const char* tile, const char* shared_memory_per_block) {

@@ -17,7 +17,8 @@ Each derivative of second order is symmetric in its directions, so transposing l
 
 The results out and lse of `forward` are arguments of the others, as are tout and tlse of those that have them as an
 intermediate result. They follow from x and t, so rules count derivatives by x and t only, and in full. The gradient of
-the bias is a pass and therefore a primitive of its own; that of the sinks is plain JAX, from results of the others.
+the bias is a pass and therefore a primitive of its own, or one with `backward`, of which JAX leaves out what is not
+used; that of the sinks is plain JAX, from results of the others.
 
 Arrays go by name. A primitive has the names of its arguments as a parameter.
 """
@@ -33,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
+from jax.interpreters import ad, batching, partial_eval
 
 from . import _checks, _partitioning, _primitives, _sharding
 from ._operands import DIFFERENTIABLE, OPERANDS, is_broadcastable, is_directed
@@ -62,10 +63,14 @@ def gradients(arrays: Arrays, wanted: Sequence[str], options: AttentionOptions) 
       options: the static options.
     """
     found = {}
-    if set(wanted) & {*"qkv", "scale_factor"}:
-        found |= zip(_names_of_backward(arrays), _bind(_backward_p, arrays, options), strict=True)
-    if set(wanted) & set(_BIASES):
-        found[_bias_of(arrays)] = _bind(_backward_bias_p, arrays, options)[0]
+    wants_backward, wants_bias = set(wanted) & {*"qkv", "scale_factor"}, set(wanted) & set(_BIASES)
+    if wants_backward and wants_bias and _has_16_bit_pairs(arrays):
+        found |= zip(_names_of_both(arrays), _bind(_backward_with_bias_p, arrays, options), strict=True)
+    else:
+        if wants_backward:
+            found |= zip(_names_of_backward(arrays), _bind(_backward_p, arrays, options), strict=True)
+        if wants_bias:
+            found[_bias_of(arrays)] = _bind(_backward_bias_p, arrays, options)[0]
     if "sinks" in wanted:
         found["sinks"] = _of_any_ranks(_sinks_gradient)(arrays)
     return {name: found[name] for name in wanted}
@@ -124,6 +129,19 @@ def _bias_of(names: Any) -> str:
     return next(name for name in _BIASES if name in names)
 
 
+def _names_of_both(names: Any) -> tuple[str, ...]:
+    return (*_names_of_backward(names), _bias_of(names))
+
+
+def _has_16_bit_pairs(arrays: Arrays) -> bool:
+    """Whether there is a bias of each pair, in 16 bits as the queries: a kernel may compute all gradients at once."""
+    if "bias" not in arrays:
+        return False
+    q, k, bias = (arrays[name] for name in ("q", "k", "bias"))
+    has_pairs = bias.shape[-2:] == (q.shape[-3], k.shape[-3])
+    return has_pairs and q.dtype.itemsize == 2 and bias.dtype == q.dtype
+
+
 # ---- What the primitives compute, by passes -----------------------------------------------------------------
 
 
@@ -155,6 +173,11 @@ def _compute_second_tangent(arrays: Arrays, options: AttentionOptions):
 
 def _compute_backward(arrays: Arrays, options: AttentionOptions):
     dq, dk, dv = _primitives.backward(*_arguments_of_backward(arrays), options)
+    return _with_scale_factor(dq, dk, dv, arrays)
+
+
+def _with_scale_factor(dq: jax.Array, dk: jax.Array, dv: jax.Array, arrays: Arrays) -> tuple[jax.Array, ...]:
+    """The gradients of `_names_of_backward` from those of the pass, which knows no scale_factor."""
     if "scale_factor" not in arrays:
         return dq, dk, dv
     factor = arrays["scale_factor"]
@@ -165,6 +188,11 @@ def _compute_backward(arrays: Arrays, options: AttentionOptions):
 def _compute_backward_bias(arrays: Arrays, options: AttentionOptions):
     sums = _primitives.backward_bias(*_arguments_of_backward(arrays), options)
     return (_sum_to_bias(sums, arrays),)
+
+
+def _compute_backward_with_bias(arrays: Arrays, options: AttentionOptions):
+    *of_backward, sums = _primitives.backward_with_bias(*_arguments_of_backward(arrays), options)
+    return *_with_scale_factor(*of_backward, arrays), _sum_to_bias(sums, arrays)
 
 
 def _compute_backward_tangent(arrays: Arrays, options: AttentionOptions):
@@ -185,6 +213,13 @@ def _compute_backward_tangent(arrays: Arrays, options: AttentionOptions):
 def _compute_backward_bias_tangent(arrays: Arrays, options: AttentionOptions):
     sums = _primitives.backward_bias_tangent(arrays, options)
     return (_sum_to_bias(sums, arrays),)
+
+
+def _compute_backward_with_bias_tangent(arrays: Arrays, options: AttentionOptions):
+    return (
+        *_compute_backward_tangent(arrays, options),
+        *_compute_backward_bias_tangent(arrays, options),
+    )
 
 
 def _arguments_of_backward(arrays: Arrays):
@@ -296,6 +331,10 @@ def _backward_bias_avals(arrays):
         shape, spec = (*q.shape[:-4], *x.shape[-4:]), (*q.sharding.spec[:-4], *x.sharding.spec[-4:])
         x = x.update(shape=shape, sharding=x.sharding.update(spec=jax.sharding.PartitionSpec(*spec)))
     return (x.update(weak_type=False),)
+
+
+def _backward_with_bias_avals(arrays):
+    return *_backward_avals(arrays), *_backward_bias_avals(arrays)
 
 
 def _with_directions(avals: Callable) -> Callable:
@@ -583,3 +622,30 @@ _backward_bias_p, _backward_bias_tangent_p = _define_backward(
     _compute_backward_bias,
     _compute_backward_bias_tangent,
 )
+_backward_with_bias_p, _backward_with_bias_tangent_p = _define_backward(
+    "backward_with_bias",
+    _names_of_both,
+    _backward_with_bias_avals,
+    _compute_backward_with_bias,
+    _compute_backward_with_bias_tangent,
+)
+
+
+def _drop_unused(both: Primitive, backward: Primitive, backward_bias: Primitive) -> None:
+    """Lets JAX drop one of the two passes of `both`, as it would if each were an equation."""
+
+    def rule(used: Sequence[bool], *more: Any):
+        eqn = more[-1]  # behind it, newer versions of JAX have the inputs that are alive
+        *of_backward, of_bias = used
+        if any(of_backward) and of_bias:
+            return [True] * len(eqn.invars), eqn
+        if not any(used):
+            return [False] * len(eqn.invars), None
+        primitive, outvars = (backward_bias, eqn.outvars[-1:]) if of_bias else (backward, eqn.outvars[:-1])
+        return [True] * len(eqn.invars), eqn.replace(primitive=primitive, outvars=outvars)
+
+    partial_eval.dce_rules[both] = rule
+
+
+_drop_unused(_backward_with_bias_p, _backward_p, _backward_bias_p)
+_drop_unused(_backward_with_bias_tangent_p, _backward_tangent_p, _backward_bias_tangent_p)

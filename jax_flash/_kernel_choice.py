@@ -5,6 +5,7 @@ The library takes any answer: a wrong one costs time or memory.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -16,6 +17,8 @@ from ._passes import BACKWARD, FORWARD, Pass
 
 _HOPPER_MULTIPROCESSORS = 132  # of H200, and of H100 but for the PCIe card
 _MOST_DECODE_ROWS = 256  # of a key head
+_MOST_DS_BYTES = 4 << 30
+_MOST_DS_OF_A_SUM = 8
 
 # With these, Hopper's forward pass runs in its general form.
 _PAIR_OPERANDS = {"mask", "bias", "alibi_slopes", "query_segment_ids", "scale_factor"}
@@ -146,6 +149,30 @@ def sums_dq(q, k, v, *, num_head_parts: int, is_deterministic: bool, hides_pairs
     if is_deterministic:
         return 0 < head_dim <= 64 and not hides_pairs
     return head_dim <= 128
+
+
+def keeps_ds(q, k, v, dbias, *, is_deterministic: bool, hides_pairs: bool) -> bool:
+    """Whether Hopper's backward kernel writes the gradients of the logits, of which that of a bias is then the sum.
+
+    A pass of its own would compute them again: two of five products. Written and read, they take 4 bytes a pair, which
+    is less from head dim 65 on, and memory, which is limited here.
+
+    dbias: [B or 1, N or 1, T, S].
+    """
+    (B, T, N, _), S = q.shape, k.shape[1]
+    if not all(isinstance(size, int) and size > 0 for size in (B, T, N, S)) or dbias.shape[2:] != (T, S):
+        return False
+    ds_bytes, dbias_bytes = (math.prod(shape) * q.dtype.itemsize for shape in ((B, N, T, S), dbias.shape))
+    is_small = ds_bytes <= _MOST_DS_BYTES and ds_bytes <= _MOST_DS_OF_A_SUM * dbias_bytes
+    head_dim = _hopper_head_dim("backward", q, v)
+    sums = functools.partial(sums_dq, is_deterministic=is_deterministic, hides_pairs=hides_pairs)
+    return (
+        64 < head_dim <= 128
+        and q.dtype.itemsize == 2
+        and S % 8 == 0  # the copy engine's unit
+        and is_small
+        and sums(q, k, v, num_head_parts=num_head_parts(q, k, v, is_causal=False))
+    )
 
 
 def num_head_parts(q, k, v, is_causal: bool) -> int:

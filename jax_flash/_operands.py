@@ -85,6 +85,7 @@ AXES = {
     "dout": "tne",
     "dlse": "tn",
     "dbias": "nts",
+    "ds": "nts",
 } | {operand.name: operand.axes for operand in OPERANDS}
 AXES |= {f"{direction}{name}": axes for direction in DIRECTIONS for name, axes in AXES.items()}
 

@@ -30,6 +30,9 @@ FORWARD = Pass("jax_flash_forward", ("q", "k", "v"), ("out", "lse"))
 PAGED_FORWARD = Pass(FORWARD.target, ("q", *POOLED), FORWARD.results)
 BACKWARD = Pass("jax_flash_backward", ("q", "k", "v", "out", "lse", "dout"), ("dq", "dk", "dv"))
 BACKWARD_BIAS = Pass("jax_flash_backward_bias", BACKWARD.inputs, ("dbias",))
+# Both, which a kernel may compute at once: it then has ds, the gradients of the logits, as a result.
+BACKWARD_WITH_BIAS = Pass(BACKWARD.target, BACKWARD.inputs, (*BACKWARD.results, *BACKWARD_BIAS.results))
+BACKWARD_WITH_DS = Pass(BACKWARD.target, BACKWARD.inputs, (*BACKWARD.results, "ds"))
 TANGENT = Pass("jax_flash_tangent", ("q", "k", "v", "out", "lse"), ("tout", "tlse"))
 SECOND_TANGENT = Pass("jax_flash_second_tangent", (*TANGENT.inputs, "tlse", "ulse"), ("tuout", "tulse"))
 BACKWARD_TANGENT = Pass(
@@ -37,6 +40,7 @@ BACKWARD_TANGENT = Pass(
 )
 BACKWARD_BIAS_TANGENT = Pass("jax_flash_backward_bias_tangent", BACKWARD_TANGENT.inputs, ("tdbias",))
 FORWARDS = (FORWARD, PAGED_FORWARD)
+BACKWARDS = (BACKWARD, BACKWARD_WITH_DS)
 
 # The arrays that a call may have beside its inputs, in the order in which the kernels take them.
 _OPTIONAL = ("dlse", "tdout", "tdlse", *TANGENTS, *(operand.name for operand in OPERANDS))

@@ -24,7 +24,16 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
-from . import _blocked, _checks, _kernel_choice, _on_shards, _partitioning, _row_parts, _workspace
+from . import (
+    _bias_sums,
+    _blocked,
+    _checks,
+    _kernel_choice,
+    _on_shards,
+    _partitioning,
+    _row_parts,
+    _workspace,
+)
 from ._operands import AXES, POOLED, first_batch_axis, is_directed, sum_dtype
 from ._options import AttentionOptions
 from ._passes import (
@@ -32,6 +41,9 @@ from ._passes import (
     BACKWARD_BIAS,
     BACKWARD_BIAS_TANGENT,
     BACKWARD_TANGENT,
+    BACKWARD_WITH_BIAS,
+    BACKWARD_WITH_DS,
+    BACKWARDS,
     FORWARD,
     FORWARDS,
     PAGED_FORWARD,
@@ -113,6 +125,22 @@ def backward_bias(
     """
     arrays = _arrays_of_backward(q, k, v, out, lse, dout, dlse, operands)
     return bind(BACKWARD_BIAS, _backward_bias_p, arrays, options)[0]
+
+
+def backward_with_bias(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    operands: dict[str, jax.Array],
+    options: AttentionOptions,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Computes what `backward` and `backward_bias` do, where there is such a kernel at once."""
+    arrays = _arrays_of_backward(q, k, v, out, lse, dout, dlse, operands)
+    return tuple(bind(BACKWARD_WITH_BIAS, _backward_with_bias_p, arrays, options))
 
 
 def tangent(arrays: dict[str, jax.Array], options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
@@ -208,6 +236,10 @@ def _backward_bias_avals(num_sums: Callable, *args, operands, options):
     return (sums,)
 
 
+def _backward_with_bias_avals(*args, **params):
+    return *_backward_avals(*args, **params), *_backward_bias_avals(lambda size: 1, *args, **params)
+
+
 def _bias_sums_aval(named, num_sums: Callable):
     """The type of sums of the gradient of a bias.
 
@@ -262,8 +294,11 @@ def _lower_cuda(call: Pass, ctx, *args, **params):
     q, _, v = ctx.avals_in[:3]
     page_size = v.shape[1] if call is PAGED_FORWARD else None
     head_dims = q.shape[-1], v.shape[-1]
-    _checks.check_cuda(q.dtype, head_dims, is_gradient=call is BACKWARD, page_size=page_size)
-    results = _lower_ffi(call, ctx, args, _workspace_avals(call, ctx.avals_in, **params), **params)
+    _checks.check_cuda(q.dtype, head_dims, is_gradient=call in BACKWARDS, page_size=page_size)
+    workspace = list(_workspace_avals(call, ctx.avals_in, **params))
+    if call is BACKWARD_WITH_DS:
+        del workspace[0]  # ds, which is a result
+    results = _lower_ffi(call, ctx, args, workspace, **params)
     # XLA may run the kernel twice if a scan stacks a result that the layer also uses, once straight into the stack (its
     # dynamic-slice fusion). It does not do so across a barrier.
     return list(stablehlo.OptimizationBarrierOp(results).results)
@@ -290,8 +325,8 @@ def _workspace_avals(call: Pass, avals, *, operands: tuple[str, ...], options: A
     return _workspace.arrays(
         _workspace.Call(
             is_forward=call in FORWARDS,
-            is_gradient=call in (BACKWARD, BACKWARD_BIAS, BACKWARD_TANGENT),
-            is_backward=call is BACKWARD,
+            is_gradient=call in (*BACKWARDS, BACKWARD_BIAS, BACKWARD_TANGENT),
+            is_backward=call in BACKWARDS,
             is_backward_tangent=call is BACKWARD_TANGENT,
             is_16_bit=q.dtype.itemsize == 2,
             sum_words=2 if q.dtype == jnp.float64 else 1,
@@ -313,17 +348,22 @@ def _workspace_avals(call: Pass, avals, *, operands: tuple[str, ...], options: A
             S_mask=mask_shape[3],
             num_planes=num_planes,
             num_key_parts=lambda: _kernel_choice.num_key_parts(q, k, v, operands, options, page_size),
+            keeps_ds=lambda: call is BACKWARD_WITH_DS,
             sums_dq=lambda: _kernel_choice.sums_dq(
                 q,
                 k,
                 v,
                 num_head_parts=num_head_parts(),
                 is_deterministic=options.deterministic,
-                hides_pairs=not named.keys().isdisjoint(("mask", "query_segment_ids")),
+                hides_pairs=_hides_pairs(operands),
             ),
             num_head_parts=num_head_parts,
         )
     )
+
+
+def _hides_pairs(operands: tuple[str, ...]) -> bool:
+    return not {"mask", "query_segment_ids"}.isdisjoint(operands)
 
 
 def _lower_ffi(
@@ -399,6 +439,42 @@ def _lower_backward_bias(call: Pass, ctx, *args, operands, options):
     return _lower_on_one_device(on_one_device, ctx, *args)
 
 
+def _lower_backward_with_bias(call: Pass, ctx, *args, operands, options):
+    def on_one_device(*args):
+        named = call.by_name(args, operands)
+        return [
+            *bind(BACKWARD, _backward_call_p, named, options),
+            *_row_parts.sum_of_blocks(_sums_of_blocks_p, named, options),
+        ]
+
+    return _lower_on_one_device(on_one_device, ctx, *args)
+
+
+def _lower_backward_with_bias_cuda(call: Pass, ctx, *args, operands, options):
+    params = dict(operands=operands, options=options)
+    *gradients, dbias = ctx.avals_out
+    named = {name: _fold(aval, name) for name, aval in call.by_name(ctx.avals_in, operands).items()}
+    if not _kernel_choice.keeps_ds(
+        *(named[name] for name in "qkv"),
+        _fold(dbias, "dbias"),
+        is_deterministic=options.deterministic,
+        hides_pairs=_hides_pairs(operands),
+    ):
+        return _lower_backward_with_bias(call, ctx, *args, **params)
+    batch, seqlen_q, num_heads, _ = named["q"].shape
+    ds = jax.core.ShapedArray((batch, num_heads, seqlen_q, named["k"].shape[1]), jnp.uint16)
+    *gradients, ds_value = _lower_cuda(
+        BACKWARD_WITH_DS, ctx.replace(avals_out=[*gradients, ds]), *args, **params
+    )
+
+    def total(ds, *args):
+        arrays = {name: x.reshape(named[name].shape) for name, x in call.by_name(args, operands).items()}
+        return [_bias_sums.of_ds(ds, arrays, dbias, options)]
+
+    types = ctx.replace(avals_in=[ds, *ctx.avals_in], avals_out=[dbias])
+    return [*gradients, *_lower_on_one_device(total, types, ds_value, *args)]
+
+
 def _lower_sums_of_blocks_cuda(call: Pass, ctx, *args, **params):
     """Parts of the batch are summed by different thread blocks, and then added in a fixed order."""
     (dbias,) = ctx.avals_out
@@ -459,6 +535,10 @@ def _define_pass(
 ) -> Primitive:
     name = name or call.target
     inner = _define_call(call, abstract_eval, name=f"{name}_call", **lowerings)
+    return _define_outer(call, abstract_eval, inner, name)
+
+
+def _define_outer(call: Pass, abstract_eval: Callable, inner: Primitive, name: str) -> Primitive:
     outer = define(f"{name}_pass", abstract_eval)
     _partitioning.register_lowering(outer, functools.partial(_on_shards.bind_on_shards, call, inner))
     return outer
@@ -481,7 +561,8 @@ def _without_kernels(compute: Callable) -> dict[str, Callable]:
 
 _forward_p = _define_pass(FORWARD, forward_avals, **_KERNELS)
 paged_forward_p = _define_pass(PAGED_FORWARD, forward_avals, name="jax_flash_paged_forward", **_KERNELS)
-_backward_p = _define_pass(BACKWARD, _backward_avals, **_KERNELS)
+_backward_call_p = _define_call(BACKWARD, _backward_avals, name=f"{BACKWARD.target}_call", **_KERNELS)
+_backward_p = _define_outer(BACKWARD, _backward_avals, _backward_call_p, BACKWARD.target)
 _sums_of_blocks_p = _define_call(
     BACKWARD_BIAS,
     functools.partial(_backward_bias_avals, _workspace.blocks),
@@ -493,6 +574,13 @@ _backward_bias_p = _define_pass(
     BACKWARD_BIAS,
     functools.partial(_backward_bias_avals, lambda size: 1),
     **dict.fromkeys(_KERNELS, _lower_backward_bias),
+)
+_backward_with_bias_p = _define_pass(
+    BACKWARD_WITH_BIAS,
+    _backward_with_bias_avals,
+    name="jax_flash_backward_with_bias",
+    cpu=_lower_backward_with_bias,
+    cuda=_lower_backward_with_bias_cuda,
 )
 _tangent_p = _define_pass(
     TANGENT, functools.partial(_tangent_avals, TANGENT), cpu=_lower_cpu, cuda=_lower_tangent_cuda

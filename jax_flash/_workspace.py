@@ -46,6 +46,7 @@ class Call(NamedTuple):
     S_mask: Any
     num_planes: Callable[[], int]
     num_key_parts: Callable[[], int]
+    keeps_ds: Callable[[], bool]
     sums_dq: Callable[[], bool]
     num_head_parts: Callable[[], int]
 

@@ -17,7 +17,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
-from jax_flash import _derivatives, _primitives, _row_parts
+from jax_flash import _bias_sums, _derivatives, _primitives, _row_parts
+from jax_flash._options import AttentionOptions
 
 attention = functools.partial(jax_flash.flash_attention, precision="highest")
 T, S = 37, 43
@@ -147,15 +148,33 @@ def test_gradient_has_the_dtype_of_the_slopes(dtype, platform):
     )
 
 
-@pytest.mark.parametrize("bias", [bias_of("BNTS"), bias_of("1N1S"), None], ids=["pairs", "keys", "slopes"])
-def test_only_what_is_differentiated_takes_a_pass(bias, platform):
+@pytest.mark.parametrize(
+    ("bias", "dtype"),
+    [
+        (bias_of("BNTS"), "float32"),
+        (bias_of("BNTS", DTYPES["bfloat16"]), "bfloat16"),  # one primitive
+        (bias_of("1N1S"), "float32"),
+        (None, "float32"),
+    ],
+    ids=["pairs", "pairs in 16 bits", "keys", "slopes"],
+)
+@pytest.mark.parametrize("within", ["", "scan", "remat", "forward mode"])
+def test_only_what_is_differentiated_takes_a_pass(bias, dtype, within, platform):
     """The other gradients have the same bits with and without this pass."""
     bias = jax_flash.Alibi(np.linspace(0.0, 0.5, 8, dtype=np.float32)) if bias is None else bias
-    f = functools.partial(loss, deterministic=True)
+    f = functools.partial(loss, deterministic=True, forward_mode=within == "forward mode")
+    if within == "remat":
+        f = jax.checkpoint(f)
+    if within == "scan":
+        once = f
+
+        def f(*args):
+            return jax.lax.scan(lambda total, _: (total + once(*args), None), 0.0, length=2)[0]
 
     def program(argnums):
         gradient = jax.jit(jax.grad(f, argnums))
-        return gradient(*arrays(), bias), gradient.lower(*arrays(), bias).as_text()
+        args = *arrays(DTYPES[dtype]), bias
+        return gradient(*args), gradient.lower(*args).as_text()
 
     every, text = program((0, 1, 2, 3))
     assert text.count("@jax_flash_backward_bias(") == 1
@@ -166,6 +185,35 @@ def test_only_what_is_differentiated_takes_a_pass(bias, platform):
     assert text.count("@jax_flash_backward_bias(") == 1
     for got, want in zip(jax.tree.leaves((*some, *alone)), jax.tree.leaves(every), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (1, 6), (4, 1), (1, 1)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("hides", [False, True])
+def test_sums_of_gradients_of_logits(hides, dtype, shape):
+    """What a kernel wrote of hidden pairs does not count."""
+    ds = random(4, 6, T, S, seed=0, dtype=DTYPES["bfloat16"])
+    operands, options, visible = {}, AttentionOptions.resolve(8), np.ones(ds.shape, bool)
+    if hides:
+        lengths = np.array([T, 3, 0, 20], np.int32), np.array([40, S, 7, 0], np.int32)
+        mask = random(4, 1, T, S, seed=1) < 0.5
+        operands = dict(query_seq_lengths=lengths[0], key_value_seq_lengths=lengths[1], mask=mask)
+        options = AttentionOptions.resolve(8, is_causal=True, local_window_size=(9, None))
+        seen = oracle.visible(4, T, S, is_causal=True, local_window_size=(9, None), **operands)
+        visible = np.broadcast_to(seen, ds.shape)
+        ds[~visible] = np.nan
+    want = (
+        np.where(visible, ds, 0)
+        .astype(np.float64)
+        .sum(tuple(axis for axis, size in enumerate(shape) if size == 1), keepdims=True)
+    )
+    q = jnp.zeros((4, T, 6, 8), jnp.bfloat16)
+    dbias = jax.core.ShapedArray((*shape, T, S), DTYPES[dtype])
+    got = jax.jit(lambda ds: _bias_sums.of_ds(ds, dict(q=q) | operands, dbias, options))(ds.view(np.uint16))
+    assert got.dtype == dbias.dtype
+    np.testing.assert_allclose(
+        np.asarray(got).astype(np.float64), want, rtol=2**-8 if dtype == "bfloat16" else 1e-5, atol=1e-5
+    )
 
 
 def test_an_eager_gradient_is_one_program(monkeypatch):

@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(Config::kThreads)
     decode_kernel(const __grid_constant__ DecodeArguments arguments) {
   using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
-  using Products = std::conditional_t<std::is_same_v<Arithmetic, tf32x3>, tf32x3_infinity, Arithmetic>;
+  using Products = sm80::Products<Arithmetic>;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
   using WarpKvTile = typename Config::WarpKvTile;

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
   using Sum = typename Arithmetic::Sum;
-  using Products = std::conditional_t<std::is_same_v<Arithmetic, tf32x3>, tf32x3_infinity, Arithmetic>;
+  using Products = sm80::Products<Arithmetic>;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
   constexpr bool kMayHaveMask = Config::kPolicy.may_have_mask(), kMayHaveOthers = Config::kPolicy.others;

@@ -36,6 +36,10 @@ template <class Arithmetic>
 inline constexpr bool kIsSplit = std::is_same_v<Arithmetic, tf32x3> ||
                                  std::is_same_v<Arithmetic, tf32x3_infinity> || kHasTwoPlanes<Arithmetic>;
 
+// What forms the products of a kernel, where infinite inputs must give what they give in float32.
+template <class Arithmetic>
+using Products = std::conditional_t<std::is_same_v<Arithmetic, tf32x3>, tf32x3_infinity, Arithmetic>;
+
 // ---- Fragments: one instruction's registers of an operand ----
 
 // kRegisters: 4 for a (16 rows), 2 for b (8 columns), each with two elements of 16 bits or one float32.

@@ -184,6 +184,7 @@ struct BackwardArguments {
   CUtensorMap q_map, dout_map;  // [B, T, N, H], [B, T, N, Hv] in boxes of kBlockM rows
   CUtensorMap k_map, v_map;     // [B, S, K, H], [B, S, K, Hv] in boxes of kBlockN rows
   CUtensorMap dk_map, dv_map;   // [B, S, K, H], [B, S, K, Hv] in boxes of 16 rows: a warp's
+  CUtensorMap ds_map;           // [B N, T, S] in boxes of kBlockM rows and 64 keys: a consumer's
   BackwardParams params;
   BackwardSchedule schedule;
   Fragments dq_accum, dk_parts, dv_parts;
@@ -193,6 +194,7 @@ struct BackwardArguments {
   LogitScale logit;
   PairOptions pairs;
   int part_heads;  // query heads of a part
+  bool keeps_ds;   // does ds leave for the gradient of a bias?
 };
 
 template <class Arithmetic_, int kHeadDim_, PairPolicy kPolicy_, bool kWithDq_>
@@ -239,6 +241,8 @@ struct BackwardConfig {
   // half.
   static constexpr bool kDqByRows = kBlockM == 128;
   static_assert(kByKeys || !kWithDq);
+  // May ds leave from shared memory, where it is for dq?
+  static constexpr bool kMayKeepDs = kWithDq && !kPlanes && kPolicy.is_general();
   static constexpr int kDqColumns = kDqByRows ? kHeadDim : kHeadDim / 2;
   static constexpr int kDqParts = kWithDq ? kBlockM / 64 : 1;  // of 64 rows, which are added together
 
@@ -716,7 +720,7 @@ struct BackwardConsumer {
         if (has_staged_bias() && i == 0) start_bias(pairs, work.n_start, m_start);
         // With 64 keys for both consumers, each has half of the queries of the block.
         const bool is_whole = !queries.is_listed() || queries.entry(i).is_whole(kByKeys ? consumer : 0);
-        block(work, pairs, m_start, i + 1 < queries.count ? queries.start(i + 1) : -1, is_whole);
+        block(work, pairs, head, m_start, i + 1 < queries.count ? queries.start(i + 1) : -1, is_whole);
       }
     }
     write_out(work);
@@ -759,7 +763,7 @@ struct BackwardConsumer {
   // `next_m_start`: of this head, -1 if there is none; `is_listed_whole`: do mask and segments leave every
   // pair visible?
   __device__ __forceinline__ void block(const BackwardTileWork<Config>& work, const Pairs<true>& pairs,
-                                        int m_start, int next_m_start, bool is_listed_whole) {
+                                        int head, int m_start, int next_m_start, bool is_listed_whole) {
     const auto q = q_ring.uniform(), dout = shared.dout_ring().at(q);
     const int stage = q.stage;
     const uint32_t sQ = shared.sQ(stage), sDout = shared.sDout(stage);
@@ -792,7 +796,11 @@ struct BackwardConsumer {
     // ---- dv += p^T dout, dq += ds k, dk += ds^T q ----
     if constexpr (kByKeys) {
       issue_gradient(dv, p, shared.sP(ds_stage), sDout);
-      if constexpr (Config::kWithDq) exchange();
+      if constexpr (Config::kWithDq) {
+        wait_for_ds_store();
+        exchange();
+        store_ds_to_memory(work, head, m_start);
+      }
     } else {
       // The other consumer's products may still read the only buffer.
       if constexpr (Config::kDsStages == 1) ptx::named_barrier_wait(1, 256);
@@ -1082,6 +1090,25 @@ struct BackwardConsumer {
     ptx::store_matrix_x4_transposed(to + step * 16 * kChunkRowBytes, ds[step]);
   }
 
+  // ds [kBlockM, 64 keys] of this consumer leaves by the copy engine, behind bar 1.
+  __device__ __forceinline__ bool stores_ds() const {
+    return (kPolicy.may_stage_bias() || kPolicy.others) && Config::kMayKeepDs && arguments.keeps_ds &&
+           warp == 0;
+  }
+  __device__ __forceinline__ void store_ds_to_memory(const BackwardTileWork<Config>& work, int head,
+                                                     int m_start) {
+    if (stores_ds() && ptx::elect_one()) {
+      const int batch_head = work.batch * static_cast<int>(arguments.params.num_heads) + head;
+      ptx::tensor_store(arguments.ds_map, shared.sDs(ds_stage) + consumer * Config::kDsChunkBytes,
+                        work.n_start + key_row(), 0, m_start, batch_head);
+      ptx::tensor_store_commit();
+    }
+  }
+  // Before bar 1: behind it, what the last block's ds left from is overwritten.
+  __device__ __forceinline__ void wait_for_ds_store() const {
+    if (stores_ds() && ptx::elect_one()) ptx::tensor_store_wait_read();
+  }
+
   __device__ __forceinline__ void issue_dq(Dq& dq) {
     const int row = Config::kDqByRows ? 64 * consumer : 0;
     const int column = Config::kDqByRows ? 0 : consumer * Config::kDqColumns;
@@ -1112,6 +1139,7 @@ struct BackwardConsumer {
   // ---- Write dk and dv; keys beyond the length get zeros ----
 
   __device__ __forceinline__ void write_out(const BackwardTileWork<Config>& work) {
+    wait_for_ds_store();
     ptx::named_barrier_wait(1, 256);  // both consumers' products have read what dk and dv overwrite
     if (Config::kWithDq) kv_ring.release_by_warpgroup();
     const BackwardParams& params = arguments.params;
@@ -1281,6 +1309,11 @@ inline Fragments dv_parts(const BackwardParams& params) {
   return {params.dv_parts, params.batch, params.num_head_parts, params.seqlen_kv, params.head_dim_v};
 }
 
+// Can the copy engine write ds, and does the kernel's general form run?
+inline bool may_keep_ds(const BackwardParams& params) {
+  return params.bias && has_tensor_map(params.batch * params.num_heads, params.seqlen_q, 1, params.seqlen_kv);
+}
+
 template <class Config>
 Status launch_backward(const BackwardParams& params, const LaunchContext& context) {
   using Element = typename Config::Element;
@@ -1297,7 +1330,8 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
       .turns = in_turns,
       .logit = LogitScale(params),
       .pairs = PairOptions(params),
-      .part_heads = static_cast<int>(params.num_heads / params.num_head_parts)};
+      .part_heads = static_cast<int>(params.num_heads / params.num_head_parts),
+      .keeps_ds = params.ds != nullptr};
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
   constexpr int kColumns = Config::kRowColumns;
@@ -1309,7 +1343,8 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
       make_tensor_map<Element, kColumns>(v, B, S, K, Hv, Config::kBlockN, &arguments.v_map) &&
       (Config::kPlanes ||
        (make_tensor_map<Element, kColumns>(params.dk, B, S, K, H, 16, &arguments.dk_map) &&
-        make_tensor_map<Element, kColumns>(params.dv, B, S, K, Hv, 16, &arguments.dv_map)));
+        make_tensor_map<Element, kColumns>(params.dv, B, S, K, Hv, 16, &arguments.dv_map))) &&
+      (!params.ds || make_tensor_map<Element>(params.ds, B * N, T, 1, S, Config::kBlockM, &arguments.ds_map));
   if (!has_maps) return Status::not_served();
   if (const Status status = launch_lists(params, Config::Queries::shape(), context); status.failed()) {
     return status;
@@ -1349,6 +1384,7 @@ Status backward_by_warpgroups(const BackwardParams& params, const LaunchContext&
     return Status::not_served();
   if (kPlanes && !params.planes) return Status::not_served();
   const bool with_dq = !backward_is_split(kHeadDim) && !params.leaves_dq;
+  if (params.ds && (!with_dq || !may_keep_ds(params))) return Status::not_served();
   // Lists do not say how many tiles add to a block of queries, and nobody clears the turns of planes.
   if (with_dq && turns(params) && (kPlanes || params.hides_pairs())) return Status::not_served();
   auto launch_form = [&]<bool kWithDq>() {
