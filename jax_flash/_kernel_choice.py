@@ -5,7 +5,6 @@ The library takes any answer: a wrong one costs time or memory.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
@@ -151,11 +150,12 @@ def sums_dq(q, k, v, *, num_head_parts: int, is_deterministic: bool, hides_pairs
     return head_dim <= 128
 
 
-def keeps_ds(q, k, v, dbias, *, is_deterministic: bool, hides_pairs: bool) -> bool:
+def keeps_ds(q, k, v, dbias, options: AttentionOptions, *, hides_pairs: bool) -> bool:
     """Whether Hopper's backward kernel writes the gradients of the logits, of which that of a bias is then the sum.
 
     A pass of its own would compute them again: two of five products. Written and read, they take 4 bytes a pair, which
-    is less from head dim 65 on, and memory, which is limited here.
+    is less from head dim 65 on, or if there is nothing to sum. And they take memory, which is limited here. The sum
+    does not skip what a causal mask or a window hides, and gains nothing there.
 
     dbias: [B or 1, N or 1, T, S].
     """
@@ -165,13 +165,20 @@ def keeps_ds(q, k, v, dbias, *, is_deterministic: bool, hides_pairs: bool) -> bo
     ds_bytes, dbias_bytes = (math.prod(shape) * q.dtype.itemsize for shape in ((B, N, T, S), dbias.shape))
     is_small = ds_bytes <= _MOST_DS_BYTES and ds_bytes <= _MOST_DS_OF_A_SUM * dbias_bytes
     head_dim = _hopper_head_dim("backward", q, v)
-    sums = functools.partial(sums_dq, is_deterministic=is_deterministic, hides_pairs=hides_pairs)
     return (
-        64 < head_dim <= 128
+        (64 if ds_bytes > dbias_bytes else 0) < head_dim <= 128
         and q.dtype.itemsize == 2
         and S % 8 == 0  # the copy engine's unit
         and is_small
-        and sums(q, k, v, num_head_parts=num_head_parts(q, k, v, is_causal=False))
+        and max(options.reach) < 0
+        and sums_dq(
+            q,
+            k,
+            v,
+            num_head_parts=num_head_parts(q, k, v, options.is_causal),
+            is_deterministic=options.deterministic,
+            hides_pairs=hides_pairs,
+        )
     )
 
 

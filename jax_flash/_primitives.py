@@ -457,7 +457,7 @@ def _lower_backward_with_bias_cuda(call: Pass, ctx, *args, operands, options):
     if not _kernel_choice.keeps_ds(
         *(named[name] for name in "qkv"),
         _fold(dbias, "dbias"),
-        is_deterministic=options.deterministic,
+        options,
         hides_pairs=_hides_pairs(operands),
     ):
         return _lower_backward_with_bias(call, ctx, *args, **params)

@@ -307,9 +307,9 @@ CASES = [
     ),
     # On Hopper one kernel computes all gradients.
     case("bias of pairs, head dim 128", batch=3, t=200, s=264, n=4, k=2, h=128, bias=Bias("1NTS")),
-    case(
-        "bias of pairs, head dim 96", t=300, s=304, n=4, k=2, h=96, hv=72, bias=Bias("B1TS"), is_causal=True
-    ),
+    case("bias of pairs, head dim 96", t=300, s=304, n=4, k=2, h=96, hv=72, bias=Bias("B1TS")),
+    case("bias of pairs, head dim 64", t=260, s=136, n=4, k=2, bias=Bias("BNTS")),
+    case("bias of pairs, head dim 32", t=130, s=264, n=2, k=2, h=32, bias=Bias("BNTS"), deterministic=True),
     case(
         "bias of pairs, options",
         t=150,
@@ -318,12 +318,9 @@ CASES = [
         k=2,
         h=128,
         bias=Bias("1NTS"),
-        is_causal=True,
-        local_window_size=(100, 3),
         logits_soft_cap=3.0,
         query_seq_lengths=(150, 101),
         key_value_seq_lengths=(190, 211),
-        query_offset=(60, -20),
         mask=Mask("B1TS", visible=0.9),
         segment_ids=Segments((0, 1)),
         dropout_rate=0.1,

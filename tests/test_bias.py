@@ -1,5 +1,6 @@
 """Biases and ALiBi slopes: gradients, dtypes, shapes. The table of cases combines them with other options."""
 
+import contextlib
 import functools
 import itertools
 import re
@@ -17,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
-from jax_flash import _bias_sums, _derivatives, _primitives, _row_parts
+from jax_flash import _bias_sums, _derivatives, _kernel_choice, _primitives, _row_parts
 from jax_flash._options import AttentionOptions
 
 attention = functools.partial(jax_flash.flash_attention, precision="highest")
@@ -214,6 +215,35 @@ def test_sums_of_gradients_of_logits(hides, dtype, shape):
     np.testing.assert_allclose(
         np.asarray(got).astype(np.float64), want, rtol=2**-8 if dtype == "bfloat16" else 1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("head_dim", [32, 128])
+@pytest.mark.parametrize("portable", [False, True])
+def test_one_kernel_computes_all_gradients(portable, head_dim, platform, monkeypatch):
+    """On Hopper it keeps the gradients of the logits; where other kernels run, these compute them in a second pass."""
+    q, k, v, dout = (random(2, 200, 2, head_dim, seed=i, dtype=DTYPES["bfloat16"]) for i in range(4))
+    bias = random(2, 2, 200, 200, seed=4, dtype=DTYPES["bfloat16"])
+    lengths = np.array([150, 200], np.int32)
+
+    def gradients(q, k, v, bias):
+        return jax.vjp(functools.partial(attention, key_value_seq_lengths=lengths), q, k, v, bias)[1](dout)
+
+    kept, keeps_ds = [], _kernel_choice.keeps_ds
+
+    def record(*args, **named):
+        kept.append(keeps_ds(*args, **named))
+        return kept[-1]
+
+    monkeypatch.setattr(_kernel_choice, "keeps_ds", record)
+    on_cpu = platform == "cpu"
+    with contextlib.nullcontext() if on_cpu else harness.cuda_settings(kernels="sm80" if portable else ""):
+        got = jax.jit(gradients)(q, k, v, bias)
+    assert kept == ([] if on_cpu else [harness.is_hopper()])
+    monkeypatch.setattr(_kernel_choice, "keeps_ds", lambda *args, **named: False)
+    want = jax.jit(lambda *args: gradients(*args))(q, k, v, bias)
+    for x, y in zip(got, want, strict=True):
+        x, y = (np.asarray(a).astype(np.float64) for a in (x, y))
+        assert np.linalg.norm(x - y) <= 2.0**-8 * np.linalg.norm(y)
 
 
 def test_an_eager_gradient_is_one_program(monkeypatch):

@@ -194,6 +194,41 @@ def test_parts_of_the_sum_over_the_batch(q, num_keys, dbias, parts):
 
 
 @pytest.mark.parametrize(
+    ("q", "num_keys", "dbias", "options", "keeps"),
+    [
+        ((4, 4096, 16, 128), 4096, (1, 16), {}, True),
+        ((4, 4096, 16, 65), 4096, (1, 16), {}, False),  # not served by the Hopper kernels
+        ((4, 4096, 16, 72), 4096, (1, 16), {}, True),
+        ((4, 4096, 16, 64), 4096, (1, 16), {}, False),  # to sum takes as long as another pass
+        ((4, 4096, 16, 64), 4096, (4, 16), {}, True),  # nothing to sum
+        ((4, 4096, 16, 136), 4096, (4, 16), {}, False),
+        ((4, 300, 16, 128), 301, (1, 16), {}, False),  # rows of 602 bytes
+        ((8, 512, 4, 128), 512, (1, 4), {}, True),
+        ((9, 512, 4, 128), 512, (1, 4), {}, False),  # 9 times the bias's size
+        ((2, 512, 8, 128), 512, (1, 1), {}, False),
+        ((2, 512, 4, 128), 512, (1, 1), {}, True),
+        ((8, 4096, 16, 128), 4096, (8, 16), {}, True),
+        ((9, 4096, 16, 128), 4096, (9, 16), {}, False),  # more than 4 GiB
+        ((4, 4096, 16, 128), 4096, (1, 16), dict(is_causal=True), False),
+        ((4, 4096, 16, 128), 4096, (1, 16), dict(local_window_size=(None, 9)), False),
+        ((4, 4096, 16, 128), 4096, (1, 16), dict(deterministic=True), False),  # dq has a kernel of its own
+        ((4, 4096, 16, 64), 4096, (4, 16), dict(deterministic=True), True),
+        ((0, 4096, 16, 128), 4096, (0, 16), {}, False),
+    ],
+)
+def test_gradients_of_logits_are_kept(q, num_keys, dbias, options, keeps, monkeypatch):
+    set_local_gpus(monkeypatch, "9.0")
+    kernels = [f"backward sm90 bfloat16 {size}" for size in (64, 96, 128, 192)]
+    monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
+    q, k, dbias = (
+        jax.core.ShapedArray(shape, jnp.bfloat16)
+        for shape in (q, (q[0], num_keys, *q[2:]), (*dbias, q[1], num_keys))
+    )
+    options = AttentionOptions.resolve(q.shape[-1], **options)
+    assert _kernel_choice.keeps_ds(q, k, k, dbias, options, hides_pairs=False) == keeps
+
+
+@pytest.mark.parametrize(
     ("capabilities", "head_dims", "head_dim", "head_dim_v", "dtype", "fits"),
     [
         (["8.0", "9.0"], [64, 128, 256], 256, 256, "bfloat16", True),

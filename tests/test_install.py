@@ -298,7 +298,8 @@ def test_compiler_from_package_index(tmp_path):
     source = tmp_path / "source"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns("build", ".*"))
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, source]
-    for define in ("CUDA=PYPI", "CUDA_ARCHS=90", "HEAD_DIMS=256"):
+    # What compiles in the least time.
+    for define in ("CUDA=PYPI", "CUDA_ARCHS=80", "HEAD_DIMS=64", "FLOAT64=OFF"):
         command.append(f"--config-settings=cmake.define.JAX_FLASH_{define}")
     subprocess.run(command, check=True, cwd=tmp_path)
 
@@ -312,6 +313,6 @@ def test_compiler_from_package_index(tmp_path):
     info = json.loads(output)
     assert info["nvcc"] == str(source / "build" / "deps" / "cuda-13.0" / "bin" / "nvcc")
     assert info["cuda"].startswith("13.0.")
-    assert info["archs"] == "90"
+    assert info["archs"] == "80"
     assert info["kernels"]
-    assert all(name.endswith(" 256") for name in info["kernels"])
+    assert all(name.endswith(" 64") for name in info["kernels"])
