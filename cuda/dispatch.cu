@@ -49,7 +49,7 @@ enum class Direction {
   tangent,
   backward_tangent
 };
-enum class Arithmetic { bfloat16, float16, tf32, tf32x3, float64 };
+enum class Arithmetic { bfloat16, float16, tf32, tf32x3, tf32x3_infinity, float64 };
 
 struct Kernel {
   Direction direction;
@@ -115,15 +115,25 @@ std::mutex settings_mutex;
 TestSettings settings = kEnvironment;  // guarded by settings_mutex
 
 struct Context : LaunchContext {
-  std::string only_arch;  // tests restrict the kernels to this one; empty: all
+  std::string only_arch;       // tests restrict the kernels to this one; empty: all
+  bool behind_planes = false;  // only for key heads that planes do not hold?
 };
+
+Arithmetic arithmetic_of(Direction direction, const AttentionParams& params, const Context& context) {
+  const Arithmetic arithmetic = arithmetic_of(params);
+  const bool is_gradient = direction == Direction::backward || direction == Direction::backward_dq;
+  return context.behind_planes && is_gradient && arithmetic == Arithmetic::tf32x3
+             ? Arithmetic::tf32x3_infinity
+             : arithmetic;
+}
 
 // Runs the first kernel of the list that does what is asked on this card, if there is one.
 Status try_kernels(Direction direction, const AttentionParams& params, const Context& context) {
   const int64_t head_dim = std::max(params.head_dim, params.head_dim_v);
+  const Arithmetic arithmetic = arithmetic_of(direction, params, context);
   for (const Kernel& kernel : kKernels) {
-    if (kernel.direction != direction || kernel.arithmetic != arithmetic_of(params) ||
-        head_dim > kernel.head_dim || (!context.only_arch.empty() && kernel.arch != context.only_arch))
+    if (kernel.direction != direction || kernel.arithmetic != arithmetic || head_dim > kernel.head_dim ||
+        (!context.only_arch.empty() && kernel.arch != context.only_arch))
       continue;
     if (const Status status = kernel.run(params, context); status.is_served()) return status;
   }
@@ -161,6 +171,7 @@ Status try_planes(Params params, const Context& context, Status (*run)(const Par
   only.only_arch = "sm90";
   if (const Status status = run(params, only); status.failed()) return status;
   only.only_arch = "sm80";
+  only.behind_planes = true;
   // Sums of dq in memory would have to begin with 0.
   if constexpr (std::is_same_v<Params, BackwardParams>) params.leaves_dq = true;
   return run(params, only);

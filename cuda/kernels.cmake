@@ -52,6 +52,17 @@ if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
   endforeach()
 endif()
 
+# Behind those gradients, for key heads that planes do not hold, such as those with infinities.
+if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
+  foreach(head_dim IN ITEMS 64 128)
+    if(head_dim IN_LIST JAX_FLASH_HEAD_DIMS)
+      foreach(direction IN ITEMS backward backward_dq)
+        jax_flash_kernels(${direction} sm80 tf32x3_infinity ${head_dim})
+      endforeach()
+    endif()
+  endforeach()
+endif()
+
 # Not of 32, 96 and 192 columns, which would take a minute more: such calls run on the kernels of 64, 128 and 256. Nor of
 # 512: out of 16 rows would take all registers of a warp.
 set(sm80_head_dims ${JAX_FLASH_HEAD_DIMS})

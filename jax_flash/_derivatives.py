@@ -635,7 +635,7 @@ def _drop_unused(both: Primitive, backward: Primitive, backward_bias: Primitive)
     """Lets JAX drop one of the two passes of `both`, as it would if each were an equation."""
 
     def rule(used: Sequence[bool], *more: Any):
-        eqn = more[-1]  # behind it, newer versions of JAX have the inputs that are alive
+        eqn = more[-1]  # before it, newer versions of JAX have which inputs are alive
         *of_backward, of_bias = used
         if any(of_backward) and of_bias:
             return [True] * len(eqn.invars), eqn

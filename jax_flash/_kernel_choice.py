@@ -155,7 +155,7 @@ def keeps_ds(q, k, v, dbias, options: AttentionOptions, *, hides_pairs: bool) ->
 
     A pass of its own would compute them again: two of five products. Written and read, they take 4 bytes a pair, which
     is less from head dim 65 on, or if there is nothing to sum. And they take memory, which is limited here. The sum
-    does not skip what a causal mask or a window hides, and gains nothing there.
+    does not skip blocks that hide pairs, and gains nothing there.
 
     dbias: [B or 1, N or 1, T, S].
     """
@@ -171,6 +171,7 @@ def keeps_ds(q, k, v, dbias, options: AttentionOptions, *, hides_pairs: bool) ->
         and S % 8 == 0  # the copy engine's unit
         and is_small
         and max(options.reach) < 0
+        and not hides_pairs
         and sums_dq(
             q,
             k,

@@ -12,6 +12,7 @@ direction is then an array like the primal, and a kernel may compute scores once
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,7 +23,7 @@ from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from . import (
     _bias_sums,
@@ -295,10 +296,7 @@ def _lower_cuda(call: Pass, ctx, *args, **params):
     page_size = v.shape[1] if call is PAGED_FORWARD else None
     head_dims = q.shape[-1], v.shape[-1]
     _checks.check_cuda(q.dtype, head_dims, is_gradient=call in BACKWARDS, page_size=page_size)
-    workspace = list(_workspace_avals(call, ctx.avals_in, **params))
-    if call is BACKWARD_WITH_DS:
-        del workspace[0]  # ds, which is a result
-    results = _lower_ffi(call, ctx, args, workspace, **params)
+    results = _lower_ffi(call, ctx, args, _workspace_avals(call, ctx.avals_in, **params), **params)
     # XLA may run the kernel twice if a scan stacks a result that the layer also uses, once straight into the stack (its
     # dynamic-slice fusion). It does not do so across a barrier.
     return list(stablehlo.OptimizationBarrierOp(results).results)
@@ -322,7 +320,7 @@ def _workspace_avals(call: Pass, avals, *, operands: tuple[str, ...], options: A
         folded = (_fold(x, name) for x, name in zip((q, k, v), "qkv", strict=True))
         return _kernel_choice.num_head_parts(*folded, options.is_causal)
 
-    return _workspace.arrays(
+    arrays = _workspace.arrays(
         _workspace.Call(
             is_forward=call in FORWARDS,
             is_gradient=call in (*BACKWARDS, BACKWARD_BIAS, BACKWARD_TANGENT),
@@ -360,6 +358,8 @@ def _workspace_avals(call: Pass, avals, *, operands: tuple[str, ...], options: A
             num_head_parts=num_head_parts,
         )
     )
+    # ds comes first, and is a result.
+    return itertools.islice(arrays, int(call is BACKWARD_WITH_DS), None)
 
 
 def _hides_pairs(operands: tuple[str, ...]) -> bool:
@@ -575,13 +575,25 @@ _backward_bias_p = _define_pass(
     functools.partial(_backward_bias_avals, lambda size: 1),
     **dict.fromkeys(_KERNELS, _lower_backward_bias),
 )
-_backward_with_bias_p = _define_pass(
+_backward_with_bias_call_p = _define_call(
     BACKWARD_WITH_BIAS,
     _backward_with_bias_avals,
-    name="jax_flash_backward_with_bias",
+    name="jax_flash_backward_with_bias_call",
     cpu=_lower_backward_with_bias,
     cuda=_lower_backward_with_bias_cuda,
 )
+
+
+def _bind_backward_with_bias(whole_mesh: Mesh | None, *args: jax.Array, **params):
+    if whole_mesh is None:
+        inner = _backward_with_bias_call_p
+        return _on_shards.bind_on_shards(BACKWARD_WITH_BIAS, inner, whole_mesh, *args, **params)
+    # There, what is not partitioned for the sake of one result is not for any of a call.
+    return [*_backward_p.bind(*args, **params), *_backward_bias_p.bind(*args, **params)]
+
+
+_backward_with_bias_p = define("jax_flash_backward_with_bias_pass", _backward_with_bias_avals)
+_partitioning.register_lowering(_backward_with_bias_p, _bind_backward_with_bias)
 _tangent_p = _define_pass(
     TANGENT, functools.partial(_tangent_avals, TANGENT), cpu=_lower_cpu, cuda=_lower_tangent_cuda
 )

@@ -591,7 +591,12 @@ def _gradients(arrays: Arrays, options: AttentionOptions, ring: _Ring) -> Arrays
         shift = step.shift
         for pair in _pairs(ring, step):
             part, part_options = _part(arrays | at_hand, options, ring, pair, is_padded=_is_padded(step))
-            for name, x in _derivatives.gradients(part, wanted, part_options).items():
+            # The barriers hide from JAX whether a bias is trained. XLA sees it, and drops a pass.
+            of_bias = [name for name in wanted if name in ("bias", "alibi_slopes")]
+            others = [name for name in wanted if name not in of_bias]
+            found = _derivatives.gradients(part, others, part_options)
+            found |= _derivatives.gradients(part, of_bias, part_options)
+            for name, x in found.items():
                 x = _swapped(name, x) if pair.is_swapped else x
                 sums[name] = _with_part(name, sums.get(name), x, arrays, ring, pair)
     found = {name: sums.get(name, jnp.zeros_like(arrays[name])) for name in wanted}

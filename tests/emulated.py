@@ -22,6 +22,7 @@ import tempfile
 import types
 
 import jax
+from jax.interpreters import mlir
 
 from jax_flash import _blocked, _ffi, _kernel_choice, _library, _passes, _primitives
 
@@ -170,3 +171,8 @@ def install() -> None:
         return lower_ffi(call, ctx, args, workspace, **params)
 
     _primitives._lower_ffi = lower
+    mlir.register_lowering(
+        _primitives._backward_with_bias_call_p,
+        functools.partial(_primitives._lower_backward_with_bias_cuda, _passes.BACKWARD_WITH_BIAS),
+        platform="cpu",
+    )

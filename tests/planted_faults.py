@@ -819,7 +819,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "cpp/workspace.def": [
         ("a float32 call gets the sums of a 16-bit dq",
-         "is_backward and is_16_bit,", "is_backward,",
+         "WORKSPACE(dq_accum, F32, is_backward and is_16_bit,", "WORKSPACE(dq_accum, F32, is_backward,",
          "test_handlers.py::test_alignment_workspace_and_exceptions"),
     ],
     "cpp/cpu_parallel.h": [

@@ -246,6 +246,30 @@ def test_one_kernel_computes_all_gradients(portable, head_dim, platform, monkeyp
         assert np.linalg.norm(x - y) <= 2.0**-8 * np.linalg.norm(y)
 
 
+def test_a_shared_bias_leaves_other_gradients_partitioned_beside_manual_axes():
+    """There the gradient of a bias that devices share is not partitioned, in a pass of its own."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("manual", "batch", "heads"))
+    call = jax.shard_map(
+        jax_flash.flash_attention,
+        mesh=mesh,
+        in_specs=(P("manual"),) * 4,
+        out_specs=P("manual"),
+        axis_names={"manual"},
+        check_vma=False,
+    )
+    x, bias = (
+        jax.ShapeDtypeStruct(shape, DTYPES["bfloat16"], sharding=NamedSharding(mesh, spec))
+        for shape, spec in (
+            ((8, 32, 4, 16), P(("manual", "batch"), None, "heads")),
+            ((2, 4, 32, 32), P("manual")),
+        )
+    )
+    gradient = jax.jit(jax.grad(lambda *args: jnp.sum(call(*args).astype(np.float32) ** 2), (0, 1, 2, 3)))
+    text = gradient.lower(x, x, x, bias).compile().as_text()
+    [backward] = re.findall(r'= \((.*?)\) custom-call\(.*custom_call_target="jax_flash_backward"', text)
+    assert re.sub(r"\{[^}]*\}", "", backward) == ", ".join(3 * ["bf16[2,32,2,16]"])
+
+
 def test_an_eager_gradient_is_one_program(monkeypatch):
     """So XLA drops the unused pass here, too."""
 

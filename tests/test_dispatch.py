@@ -226,6 +226,7 @@ def test_gradients_of_logits_are_kept(q, num_keys, dbias, options, keeps, monkey
     )
     options = AttentionOptions.resolve(q.shape[-1], **options)
     assert _kernel_choice.keeps_ds(q, k, k, dbias, options, hides_pairs=False) == keeps
+    assert not _kernel_choice.keeps_ds(q, k, k, dbias, options, hides_pairs=True)
 
 
 @pytest.mark.parametrize(

@@ -386,7 +386,14 @@ def test_room_for_sums_of_dq_is_for_all_or_none(rows, cuda):
     counter, sums = ((1,), I32), ((2, rows, 6, 8), F32)
     types = [tensors[name] for name in BACKWARD[1]]
     no_parts = [((2, 0, 16, SHAPES[name][-1]), F32) for name in "kv"]
-    types += [counter, (SHAPES["delta"], F32), (SHAPES["lse_log2"], F32), sums, *no_parts]
+    types += [
+        ((2, 0, 4, 5), jnp.uint16),
+        counter,
+        (SHAPES["delta"], F32),
+        (SHAPES["lse_log2"], F32),
+        sums,
+        *no_parts,
+    ]
     args = [jnp.zeros(*(tensors | {"lse": (SHAPES["lse"], F32)})[name]) for name in BACKWARD[0]]
     f = jax.ffi.ffi_call("jax_flash_backward", [jax.ShapeDtypeStruct(*x) for x in types])
 

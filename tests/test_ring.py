@@ -57,6 +57,22 @@ def test_every_option_is_close_to_exact(case, number, layout, kind, platform):
     harness.check_operands(gradients, case, dtype, rule)
 
 
+@pytest.mark.parametrize("wanted", [(0, 1, 2), (0, 1, 2, 3)], ids=["fixed", "trained"])
+def test_a_fixed_bias_takes_no_pass(wanted):
+    rows = P(None, "sequence")
+    ring = jax.shard_map(
+        lambda *args: jax_flash.ring_attention(*args, axis_name="sequence"),
+        mesh=mesh_of(2),
+        in_specs=(*(rows,) * 3, P(None, None, "sequence")),
+        out_specs=rows,
+    )
+    x, bias = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 64, 2, 16), (1, 2, 64, 64)))
+    gradient = jax.grad(lambda *args: jnp.sum(ring(*args).astype(jnp.float32) ** 2), wanted)
+    text = jax.jit(gradient).lower(x, x, x, bias).compile().as_text()
+    assert text.count('custom_call_target="jax_flash_backward"') == 2
+    assert text.count('custom_call_target="jax_flash_backward_bias"') == (2 if 3 in wanted else 0)
+
+
 @pytest.mark.parametrize(("layout", "axes"), quick.in_turn(LAYOUTS, ("T1", "S"), quick=("zigzag",)))
 def test_the_gradient_of_a_bias_is_rounded_once(layout, axes, platform):
     case = Case("bias", batch=1, seqlen_q=256, seqlen_kv=256, head_dim=32, options=(("bias", Bias(axes)),))

@@ -126,7 +126,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     backward_kernel(const __grid_constant__ BackwardArguments<typename Config::Arithmetic::Sum> arguments) {
   using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
-  using Products = sm80::Products<Arithmetic>;
   using Sum = typename Arithmetic::Sum;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
@@ -275,7 +274,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     using Scores = Sum[kScoreRows / 16][kScoreColumns / 8][4];
     Scores p;
     clear(p);
-    multiply_rows<Products, kHeadDim>(p, sQ, score_row, sK, score_column);
+    multiply_rows<Arithmetic, kHeadDim>(p, sQ, score_row, sK, score_column);
     const int row0 = m_start + score_row, column0 = n_start + score_column;
     const bool covered = mask.covers(row0, kScoreRows, column0, kScoreColumns);
     const bool whole = !kMayHaveMask || walk.is_whole();
@@ -312,9 +311,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     // ---- ds = p * (dout v^T - delta) ----
     Scores ds;
     clear(ds);
-    multiply_dp<Products, kHeadDim / kStepK<Products>>(
-        ds, KMajorA<Products, QTile, kScoreRows / 16>(sDout, score_row),
-        KMajorB<Products, KvTile>(sV, score_column));
+    multiply_dp<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
+        ds, KMajorA<Arithmetic, QTile, kScoreRows / 16>(sDout, score_row),
+        KMajorB<Arithmetic, KvTile>(sV, score_column));
     if (kMayHaveOthers && pairs.has_dropout()) {
       for_each_accumulator(ds, [&](int mt, int h, int nt, int c) {
         Sum& x = ds[mt][nt][2 * h + c];
@@ -338,23 +337,23 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
         of_ds([&](int mt, int step) { return of_dq * ds_factor(dq_row + 16 * mt, 16 * step); });
 
     // ---- dv += p^T dout ----
-    multiply_add<Products, kBlockM / kStepK<Products>, /*kLongSum=*/true, kPlanes ? 2 : 1>(
-        dv, MnMajorA<Products, ScoreTile, kDkvRows / 16>(sP, dkv_row),
-        MnMajorB<Products, QTile>(sDout, dkv_column));
+    multiply_add<Arithmetic, kBlockM / kStepK<Arithmetic>, /*kLongSum=*/true, kPlanes ? 2 : 1>(
+        dv, MnMajorA<Arithmetic, ScoreTile, kDkvRows / 16>(sP, dkv_row),
+        MnMajorB<Arithmetic, QTile>(sDout, dkv_column));
 
     // ---- dk += ds^T q ----
-    multiply_add<Products, kBlockM / kStepK<Products>, /*kLongSum=*/true, kRowSteps>(
-        dk, MnMajorA<Products, ScoreTile, kDkvRows / 16>(sDs, dkv_row),
-        MnMajorB<Products, QTile>(sQ, dkv_column), factor_for_dk);
+    multiply_add<Arithmetic, kBlockM / kStepK<Arithmetic>, /*kLongSum=*/true, kRowSteps>(
+        dk, MnMajorA<Arithmetic, ScoreTile, kDkvRows / 16>(sDs, dkv_row),
+        MnMajorB<Arithmetic, QTile>(sQ, dkv_column), factor_for_dk);
 
     // ---- dq += ds k ----
     if (arguments.dq_accum) {
       Sum* gDq = gDq0 + m_start * dq_stride + int64_t{head - first_head} * head_dim;
       Sum dq[kWarpDqRows / 16][kWarpDqColumns / 8][4];
       clear(dq);
-      multiply_add<Products, kBlockN / kStepK<Products>, /*kLongSum=*/kPlanes, kColumnSteps>(
-          dq, KMajorA<Products, ScoreTile, kWarpDqRows / 16>(sDs, dq_row),
-          MnMajorB<Products, KvTile>(sK, dq_column), factor_for_dq);
+      multiply_add<Arithmetic, kBlockN / kStepK<Arithmetic>, /*kLongSum=*/kPlanes, kColumnSteps>(
+          dq, KMajorA<Arithmetic, ScoreTile, kWarpDqRows / 16>(sDs, dq_row),
+          MnMajorB<Arithmetic, KvTile>(sK, dq_column), factor_for_dq);
       // A branch around an addition would wait for earlier additions to leave, so whole tiles have no branch.
       auto add = [&]<bool kWhole>(std::bool_constant<kWhole>) {
 #pragma unroll

@@ -48,7 +48,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     const __grid_constant__ GradientArguments<typename Config::Arithmetic::Sum> arguments) {
   using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
-  using Products = sm80::Products<Arithmetic>;
   using Sum = typename Arithmetic::Sum;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
@@ -139,7 +138,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       const bool covered = mask.covers(warp_m, kWarpRows, n_start, kBlockN);
       Sum p[kMTiles][kNTiles][4], ds[kMTiles][kNTiles][4];  // [kWarpRows, kBlockN]
       clear(p);
-      multiply_rows<Products, kHeadDim>(p, sQ, warp_row, sK, 0);
+      multiply_rows<Arithmetic, kHeadDim>(p, sQ, warp_row, sK, 0);
       if constexpr (kMayHaveOthers) {
         transform_scores(p, pairs, logit, warp_m, n_start);
       } else {
@@ -147,8 +146,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       }
       recompute_probabilities(p, logit, lse_log2, [](auto&) {});
       clear(ds);
-      multiply_dp<Products, kHeadDim / kStepK<Products>>(
-          ds, KMajorA<Products, QTile, kMTiles>(sDout, warp_row), KMajorB<Products, KvTile>(sV, 0));
+      multiply_dp<Arithmetic, kHeadDim / kStepK<Arithmetic>>(
+          ds, KMajorA<Arithmetic, QTile, kMTiles>(sDout, warp_row), KMajorB<Arithmetic, KvTile>(sV, 0));
       [[maybe_unused]] PairBits<kNTiles> bits[kMTiles];
       if (kMayHaveOthers && pairs.has_dropout()) {
         draw_kept(bits, pairs, warp_m, n_start);
@@ -165,17 +164,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       }
 
       // ---- dq += ds k ----
-      RegisterA<Products, kMTiles, kNTiles> ds_operand;
-      const MnMajorB<Products, KvTile> k_columns(sK, 0);
+      RegisterA<Arithmetic, kMTiles, kNTiles> ds_operand;
+      const MnMajorB<Arithmetic, KvTile> k_columns(sK, 0);
       if constexpr (kHasTwoPlanes<Arithmetic>) {
         const int exponent = ds_exponent(ds);
         ds_operand.set(ds, power_of_two(exponent));
         const float factor = power_of_two(-exponent);
-        multiply_add<Products, kBlockN / 16, /*kLongSum=*/true>(dq, ds_operand, k_columns,
-                                                                [&](int, int) { return factor; });
+        multiply_add<Arithmetic, kBlockN / 16, /*kLongSum=*/true>(dq, ds_operand, k_columns,
+                                                                  [&](int, int) { return factor; });
       } else {
         ds_operand.set(ds);
-        multiply_add<Products, kBlockN / kStepK<Products>, /*kLongSum=*/true>(dq, ds_operand, k_columns);
+        multiply_add<Arithmetic, kBlockN / kStepK<Arithmetic>, /*kLongSum=*/true>(dq, ds_operand, k_columns);
       }
     }
     if constexpr (kStages == 1) {
