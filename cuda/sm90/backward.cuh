@@ -23,7 +23,7 @@
 //   warp 0      draws the next item; loads k, then q
 //   warp 1      loads v, then dout
 //   warp 2      loads lse and delta
-//   warp 3      with dq: adds it to dq_accum, 64 rows at once
+//   warp 3      with dq: adds it to dq_accum, 64 rows at once; copies ds to memory, if that is wanted
 //   warps 4...  two consumers
 //
 // Timeline of one consumer, with dq: the last blocks of queries 1 and 2 of a tile t, and the first block 0 of
@@ -64,7 +64,8 @@
 //   dq full, of  4 or 8: a lane of each warp    block of         warp 3      dq in shared memory, until the
 //   64 rows      that writes them               queries                      copy engine has read it: dv may
 //   dq empty,    1: warp 3                      block of         those       leave from its place, but for
-//   likewise                                    queries          warps       kDvInDs
+//   likewise                                    queries          warps       kDvInDs; ds, if it is kept,
+//                                                                            until it has been copied
 //   tail         1: warp 0 or 1, with TMA       block with rows  that warp   rows that it then fills with
 //                                               that do not                  zeros, before it arrives at
 //                                               count                        full itself
@@ -184,7 +185,7 @@ struct BackwardArguments {
   CUtensorMap q_map, dout_map;  // [B, T, N, H], [B, T, N, Hv] in boxes of kBlockM rows
   CUtensorMap k_map, v_map;     // [B, S, K, H], [B, S, K, Hv] in boxes of kBlockN rows
   CUtensorMap dk_map, dv_map;   // [B, S, K, H], [B, S, K, Hv] in boxes of 16 rows: a warp's
-  CUtensorMap ds_map;           // [B N, T, S] in boxes of kBlockM rows and 64 keys: a consumer's
+  CUtensorMap ds_map;           // [B N, T, S] in boxes of kBlockM rows and 64 keys
   BackwardParams params;
   BackwardSchedule schedule;
   Fragments dq_accum, dk_parts, dv_parts;
@@ -445,6 +446,7 @@ struct BackwardLoader {
   typename BackwardShared<Config>::KvRing kv_ring = shared.kv_ring();
   typename BackwardShared<Config>::DqRing dq_ring = shared.dq_ring();
   uint32_t tail_parity = 0;
+  int ds_stage = 0;
 
   template <bool kIsQueries>
   __device__ __forceinline__ void load_rows(const BackwardTileWork<Config>& work) {
@@ -568,12 +570,13 @@ struct BackwardLoader {
     q_ring.advance(work.all_blocks);
   }
 
-  // Adds what the consumers leave of dq. Few large additions: with eight of 4 KB by this warp, the kernel was
-  // 8 % slower.
+  // Adds what the consumers leave of dq, behind bar 1: ds is complete, too. Few large additions: with eight
+  // of 4 KB by this warp, the kernel was 8 % slower.
   __device__ __forceinline__ void add_dq(const BackwardTileWork<Config>& work) {
     const int part_heads = arguments.part_heads;
     if (ptx::elect_one()) {
       auto at = dq_ring;
+      int stage = ds_stage;
 #pragma unroll 1
       for (int head = work.part * part_heads; head < (work.part + 1) * part_heads; ++head) {
         const typename Config::Queries queries = work.queries(arguments.params, head);
@@ -588,6 +591,7 @@ struct BackwardLoader {
 #pragma unroll
           for (int part = 0; part < Config::kDqParts; ++part) {
             at.wait_full(part);
+            if (part == 0) store_ds(work, head, start, stage);
             add_rows(work.batch, head, start, part);
             ptx::tensor_store_commit();
             if (part > 0) {
@@ -598,6 +602,7 @@ struct BackwardLoader {
           ptx::tensor_store_wait_read();
           at.release(Config::kDqParts - 1);
           at.advance();
+          stage ^= 1;
           if (turn) {
             ptx::tensor_store_wait();
             ptx::global_proxy_fence();
@@ -608,9 +613,24 @@ struct BackwardLoader {
     }
     __syncwarp();
     dq_ring.advance(work.all_blocks);
+    ds_stage ^= work.all_blocks % 2;
   }
 
  private:
+  // Before dq is released: consumers write to the same stage of ds, or dk to its place, behind that.
+  __device__ __forceinline__ void store_ds(const BackwardTileWork<Config>& work, int head, int start,
+                                           int stage) const {
+    if constexpr (Config::kMayKeepDs) {
+      if (!arguments.keeps_ds) return;
+      const int batch_head = work.batch * static_cast<int>(arguments.params.num_heads) + head;
+#pragma unroll
+      for (int chunk = 0; chunk < Config::kBlockN / 64; ++chunk) {
+        ptx::tensor_store(arguments.ds_map, shared.sDs(stage) + chunk * Config::kDsChunkBytes,
+                          work.n_start + 64 * chunk, 0, start, batch_head);
+      }
+    }
+  }
+
   // Null where tiles do not add in turns.
   __device__ __forceinline__ int32_t* turn_of(int batch, int head, int start) const {
     static_assert(Config::kBlockM % kDeltaRows == 0);  // two blocks of queries do not share a turn
@@ -720,7 +740,7 @@ struct BackwardConsumer {
         if (has_staged_bias() && i == 0) start_bias(pairs, work.n_start, m_start);
         // With 64 keys for both consumers, each has half of the queries of the block.
         const bool is_whole = !queries.is_listed() || queries.entry(i).is_whole(kByKeys ? consumer : 0);
-        block(work, pairs, head, m_start, i + 1 < queries.count ? queries.start(i + 1) : -1, is_whole);
+        block(work, pairs, m_start, i + 1 < queries.count ? queries.start(i + 1) : -1, is_whole);
       }
     }
     write_out(work);
@@ -763,7 +783,7 @@ struct BackwardConsumer {
   // `next_m_start`: of this head, -1 if there is none; `is_listed_whole`: do mask and segments leave every
   // pair visible?
   __device__ __forceinline__ void block(const BackwardTileWork<Config>& work, const Pairs<true>& pairs,
-                                        int head, int m_start, int next_m_start, bool is_listed_whole) {
+                                        int m_start, int next_m_start, bool is_listed_whole) {
     const auto q = q_ring.uniform(), dout = shared.dout_ring().at(q);
     const int stage = q.stage;
     const uint32_t sQ = shared.sQ(stage), sDout = shared.sDout(stage);
@@ -796,11 +816,7 @@ struct BackwardConsumer {
     // ---- dv += p^T dout, dq += ds k, dk += ds^T q ----
     if constexpr (kByKeys) {
       issue_gradient(dv, p, shared.sP(ds_stage), sDout);
-      if constexpr (Config::kWithDq) {
-        wait_for_ds_store();
-        exchange();
-        store_ds_to_memory(work, head, m_start);
-      }
+      if constexpr (Config::kWithDq) exchange();
     } else {
       // The other consumer's products may still read the only buffer.
       if constexpr (Config::kDsStages == 1) ptx::named_barrier_wait(1, 256);
@@ -1090,25 +1106,6 @@ struct BackwardConsumer {
     ptx::store_matrix_x4_transposed(to + step * 16 * kChunkRowBytes, ds[step]);
   }
 
-  // ds [kBlockM, 64 keys] of this consumer leaves by the copy engine, behind bar 1.
-  __device__ __forceinline__ bool stores_ds() const {
-    return (kPolicy.may_stage_bias() || kPolicy.others) && Config::kMayKeepDs && arguments.keeps_ds &&
-           warp == 0;
-  }
-  __device__ __forceinline__ void store_ds_to_memory(const BackwardTileWork<Config>& work, int head,
-                                                     int m_start) {
-    if (stores_ds() && ptx::elect_one()) {
-      const int batch_head = work.batch * static_cast<int>(arguments.params.num_heads) + head;
-      ptx::tensor_store(arguments.ds_map, shared.sDs(ds_stage) + consumer * Config::kDsChunkBytes,
-                        work.n_start + key_row(), 0, m_start, batch_head);
-      ptx::tensor_store_commit();
-    }
-  }
-  // Before bar 1: behind it, what the last block's ds left from is overwritten.
-  __device__ __forceinline__ void wait_for_ds_store() const {
-    if (stores_ds() && ptx::elect_one()) ptx::tensor_store_wait_read();
-  }
-
   __device__ __forceinline__ void issue_dq(Dq& dq) {
     const int row = Config::kDqByRows ? 64 * consumer : 0;
     const int column = Config::kDqByRows ? 0 : consumer * Config::kDqColumns;
@@ -1139,7 +1136,6 @@ struct BackwardConsumer {
   // ---- Write dk and dv; keys beyond the length get zeros ----
 
   __device__ __forceinline__ void write_out(const BackwardTileWork<Config>& work) {
-    wait_for_ds_store();
     ptx::named_barrier_wait(1, 256);  // both consumers' products have read what dk and dv overwrite
     if (Config::kWithDq) kv_ring.release_by_warpgroup();
     const BackwardParams& params = arguments.params;
@@ -1169,7 +1165,8 @@ struct BackwardConsumer {
     const uint32_t sDk = shared.sDk(kv_ring.stage, consumer, warp),
                    sDv = shared.sDv(kv_ring.stage, consumer, warp);
     if (Config::kWithDq && ptx::elect_one()) ptx::tensor_store_wait_read();  // the last tile's have left
-    if (Config::kWithDq && !Config::kDvInDs) dq_ring.wait_empty(dq_part());
+    const bool keeps_ds = Config::kMayKeepDs && arguments.keeps_ds;
+    if (Config::kWithDq && (!Config::kDvInDs || keeps_ds)) dq_ring.wait_empty(dq_part());
     __syncwarp();
     store_rows<Arithmetic, Config::kRowBytes>(dk, {arguments.logit.scale, arguments.logit.scale}, sDk,
                                               Config::kOutPitch);
