@@ -31,7 +31,7 @@ def of_ds(ds: jax.Array, arrays: Arrays, dbias: jax.core.ShapedArray, options: A
     """
     ds = jax.lax.bitcast_convert_type(ds, arrays["q"].dtype)
     num_batches, num_heads, seqlen_q, seqlen_kv = ds.shape
-    if options.is_causal or max(options.reach) >= 0 or not arrays.keys().isdisjoint(_HIDING):
+    if max(options.reach) >= 0 or not arrays.keys().isdisjoint(_HIDING):
         rows, columns = jnp.arange(seqlen_q, dtype=jnp.int32), jnp.arange(seqlen_kv, dtype=jnp.int32)
         visible = _reference.visible_pairs(rows[:, None], columns, arrays, options)
         ds = jnp.where(visible, ds, 0)

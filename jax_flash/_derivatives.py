@@ -46,7 +46,7 @@ _PRIMALS = ("q", "k", "v", *(operand.name for operand in OPERANDS))
 _RESULTS = ("out", "lse")
 _COTANGENTS = ("dout", "dlse")
 # A call has at most one of these operands.
-_BIASES = ("bias", "alibi_slopes")
+BIASES = ("bias", "alibi_slopes")
 
 
 def forward(arrays: Arrays, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
@@ -63,7 +63,7 @@ def gradients(arrays: Arrays, wanted: Sequence[str], options: AttentionOptions) 
       options: the static options.
     """
     found = {}
-    wants_backward, wants_bias = set(wanted) & {*"qkv", "scale_factor"}, set(wanted) & set(_BIASES)
+    wants_backward, wants_bias = set(wanted) & {*"qkv", "scale_factor"}, set(wanted) & set(BIASES)
     if wants_backward and wants_bias and _has_16_bit_pairs(arrays):
         found |= zip(_names_of_both(arrays), _bind(_backward_with_bias_p, arrays, options), strict=True)
     else:
@@ -82,7 +82,7 @@ def _gradient_tangents(arrays: Arrays, wanted: Sequence[str], options: Attention
     found = {}
     if set(wanted) & {*"qkv", "scale_factor"}:
         found |= zip(_names_of_backward(arrays), _bind(_backward_tangent_p, arrays, options), strict=True)
-    if set(wanted) & set(_BIASES):
+    if set(wanted) & set(BIASES):
         found[_bias_of(arrays)] = _bind(_backward_bias_tangent_p, arrays, options)[0]
     if "sinks" in wanted:
         found["sinks"] = _of_any_ranks(_sinks_gradient_tangent)(arrays)
@@ -126,7 +126,7 @@ def _names_of_backward(names: Any) -> tuple[str, ...]:
 
 
 def _bias_of(names: Any) -> str:
-    return next(name for name in _BIASES if name in names)
+    return next(name for name in BIASES if name in names)
 
 
 def _names_of_both(names: Any) -> tuple[str, ...]:
@@ -172,7 +172,7 @@ def _compute_second_tangent(arrays: Arrays, options: AttentionOptions):
 
 
 def _compute_backward(arrays: Arrays, options: AttentionOptions):
-    dq, dk, dv = _primitives.backward(*_arguments_of_backward(arrays), options)
+    dq, dk, dv = _primitives.backward(arrays, options)
     return _with_scale_factor(dq, dk, dv, arrays)
 
 
@@ -186,12 +186,12 @@ def _with_scale_factor(dq: jax.Array, dk: jax.Array, dv: jax.Array, arrays: Arra
 
 
 def _compute_backward_bias(arrays: Arrays, options: AttentionOptions):
-    sums = _primitives.backward_bias(*_arguments_of_backward(arrays), options)
+    sums = _primitives.backward_bias(arrays, options)
     return (_sum_to_bias(sums, arrays),)
 
 
 def _compute_backward_with_bias(arrays: Arrays, options: AttentionOptions):
-    *of_backward, sums = _primitives.backward_with_bias(*_arguments_of_backward(arrays), options)
+    *of_backward, sums = _primitives.backward_with_bias(arrays, options)
     return *_with_scale_factor(*of_backward, arrays), _sum_to_bias(sums, arrays)
 
 
@@ -200,7 +200,8 @@ def _compute_backward_tangent(arrays: Arrays, options: AttentionOptions):
     if "scale_factor" not in arrays:
         return tdq, tdk, tdv
     factor, tfactor = arrays["scale_factor"], arrays.get("tscale_factor")
-    dq, dk, _ = _primitives.backward(*_arguments_of_backward(arrays), options)
+    of_backward = {name: arrays[name] for name in _OF_BACKWARD if name in arrays}
+    dq, dk, _ = _primitives.backward(of_backward, options)
     tdscale = _dot(_zero_beyond_lengths(arrays["q"], arrays), tdq, factor.dtype)
     if "tq" in arrays:
         tdscale += _dot(_zero_beyond_lengths(arrays["tq"], arrays), dq, factor.dtype)
@@ -220,12 +221,6 @@ def _compute_backward_with_bias_tangent(arrays: Arrays, options: AttentionOption
         *_compute_backward_tangent(arrays, options),
         *_compute_backward_bias_tangent(arrays, options),
     )
-
-
-def _arguments_of_backward(arrays: Arrays):
-    operands = {operand.name: arrays[operand.name] for operand in OPERANDS if operand.name in arrays}
-    names = ("q", "k", "v", "out", "lse", "dout", "dlse")
-    return *(arrays.get(name) for name in names), operands
 
 
 def _sum_to_bias(sums: jax.Array, arrays: Arrays) -> jax.Array:

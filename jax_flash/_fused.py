@@ -30,7 +30,7 @@ def _in_planes(query, operands, options, *, is_differentiated=True):
 
     The gradient of a bias does not. Nor do second derivatives: see `_derivatives.py`.
     """
-    has_bias = is_differentiated and not operands.keys().isdisjoint(("bias", "alibi_slopes"))
+    has_bias = is_differentiated and not operands.keys().isdisjoint(_derivatives.BIASES)
     is_exact = query.dtype == jnp.float32 and options.precision > 0
     in_planes = is_exact and not has_bias and _kernel_choice.has_hopper()
     return dataclasses.replace(options, in_planes=True) if in_planes else options

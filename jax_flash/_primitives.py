@@ -86,36 +86,21 @@ def paged_forward(arrays: dict[str, jax.Array], options: AttentionOptions) -> tu
 
 
 def backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
-    dlse: jax.Array | None,
-    operands: dict[str, jax.Array],
-    options: AttentionOptions,
+    arrays: dict[str, jax.Array], options: AttentionOptions
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes dq, dk and dv from the arguments and results of `forward` and the cotangents (dlse None: zero).
+    """Computes dq, dk and dv.
+
+    Args:
+      arrays: the arguments and results of `forward`; dout, and dlse unless it is zero.
+      options: the static options.
 
     dq and dk are not multiplied by scale_factor, so that the sum of q dq is the gradient of scale_factor even where
     that is 0. The kernels do not take operands that are PART_OF_LSE.
     """
-    arrays = _arrays_of_backward(q, k, v, out, lse, dout, dlse, operands)
     return tuple(bind(BACKWARD, _backward_p, arrays, options))
 
 
-def backward_bias(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
-    dlse: jax.Array | None,
-    operands: dict[str, jax.Array],
-    options: AttentionOptions,
-) -> jax.Array:
+def backward_bias(arrays: dict[str, jax.Array], options: AttentionOptions) -> jax.Array:
     """Computes sums of the gradient of the bias; the caller sums them over the axes that the bias is broadcast over.
 
     The arguments are those of `backward`, with bias or alibi_slopes among the operands.
@@ -124,23 +109,13 @@ def backward_bias(
       For a bias with both T and S: [B or 1, N or 1, T, S], with 1 where the bias has 1. Otherwise [B, N, T or 1, S or
       1]. alibi_slopes have neither T nor S. In lse's dtype; in the bias's where the caller has nothing left to sum.
     """
-    arrays = _arrays_of_backward(q, k, v, out, lse, dout, dlse, operands)
     return bind(BACKWARD_BIAS, _backward_bias_p, arrays, options)[0]
 
 
 def backward_with_bias(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
-    dlse: jax.Array | None,
-    operands: dict[str, jax.Array],
-    options: AttentionOptions,
+    arrays: dict[str, jax.Array], options: AttentionOptions
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Computes what `backward` and `backward_bias` do, where there is such a kernel at once."""
-    arrays = _arrays_of_backward(q, k, v, out, lse, dout, dlse, operands)
+    """Computes the results of `backward` and of `backward_bias`, by one kernel where there is one for both."""
     return tuple(bind(BACKWARD_WITH_BIAS, _backward_with_bias_p, arrays, options))
 
 
@@ -194,11 +169,6 @@ def backward_bias_tangent(arrays: dict[str, jax.Array], options: AttentionOption
       [D, B, N, T or 1, S or 1].
     """
     return bind(BACKWARD_BIAS_TANGENT, _backward_bias_tangent_p, arrays, options)[0]
-
-
-def _arrays_of_backward(q, k, v, out, lse, dout, dlse, operands):
-    arrays = dict(q=q, k=k, v=v, out=out, lse=lse, dout=dout)
-    return arrays | ({} if dlse is None else {"dlse": dlse}) | operands
 
 
 # Shapes

@@ -566,6 +566,8 @@ _with_reverse_mode.__wrapped__.defvjp(_forward, _backward)
 def _gradients(arrays: Arrays, options: AttentionOptions, ring: _Ring) -> Arrays:
     """The gradients of a device's arrays. Each pair of chunks adds to them, with out and lse of the whole row."""
     wanted = [name for name in DIFFERENTIABLE if name in arrays and name not in PART_OF_LSE]
+    of_bias = [name for name in wanted if name in _derivatives.BIASES]
+    others = [name for name in wanted if name not in of_bias]
     of_lse = {name: jnp.zeros_like(arrays[name]) for name in PART_OF_LSE if name in arrays}
     for i in range(ring.num_chunks):
         part, _ = _part(arrays, options, ring, _Pair(lax.axis_index(ring.axis_name), 0, i, 0, 1))
@@ -591,12 +593,10 @@ def _gradients(arrays: Arrays, options: AttentionOptions, ring: _Ring) -> Arrays
         shift = step.shift
         for pair in _pairs(ring, step):
             part, part_options = _part(arrays | at_hand, options, ring, pair, is_padded=_is_padded(step))
-            # The barriers hide from JAX whether a bias is trained. XLA sees it, and drops a pass.
-            of_bias = [name for name in wanted if name in ("bias", "alibi_slopes")]
-            others = [name for name in wanted if name not in of_bias]
-            found = _derivatives.gradients(part, others, part_options)
-            found |= _derivatives.gradients(part, of_bias, part_options)
-            for name, x in found.items():
+            # Two passes: the barriers hide from JAX whether a bias is trained. XLA sees it, and drops the second.
+            added = _derivatives.gradients(part, others, part_options)
+            added |= _derivatives.gradients(part, of_bias, part_options)
+            for name, x in added.items():
                 x = _swapped(name, x) if pair.is_swapped else x
                 sums[name] = _with_part(name, sums.get(name), x, arrays, ring, pair)
     found = {name: sums.get(name, jnp.zeros_like(arrays[name])) for name in wanted}

@@ -347,7 +347,8 @@ def backward_at_highest(arrays, out, lse, dlse=None, **options):
     q, k, v, dout = arrays
     options = AttentionOptions.resolve(q.shape[-1], precision="highest", **options)
     options = dataclasses.replace(options, in_planes=True)
-    return jax.jit(lambda *args: _primitives.backward(*args, {}, options))(q, k, v, out, lse, dout, dlse)
+    arrays = dict(q=q, k=k, v=v, out=out, lse=lse, dout=dout) | ({} if dlse is None else dict(dlse=dlse))
+    return jax.jit(lambda arrays: _primitives.backward(arrays, options))(arrays)
 
 
 # Of dout and the gradient of lse.
