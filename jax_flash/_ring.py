@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -259,10 +259,6 @@ class _Step(NamedTuple):
     def num_slots(self) -> int:
         return max(map(len, self.pairs))
 
-    def slot(self, i: int) -> np.ndarray:
-        """Of each device the i-th pair, and whether it has so many: int [n, 3]."""
-        return np.array([(*pairs[i], 1) if i < len(pairs) else (0, 0, 0) for pairs in self.pairs], np.int32)
-
 
 def _depends_on_positions(operands: Collection[str], options: AttentionOptions) -> bool:
     """Otherwise the keys of a shard may be in any order."""
@@ -373,26 +369,53 @@ def _chunk_of(device: Any, i: Any, num_devices: int, num_chunks: int) -> Any:
 # ---- The arrays of a pair of chunks -----------------------------------------------------------------------
 
 
-class _Pair(NamedTuple):
-    """A pair of chunks that a device works on: which they are on their devices, and if there is work at all."""
+class _Places(NamedTuple):
+    """A pair of chunks that a device works on: how many rows or columns come before it in which array."""
 
-    device: Any
-    sender: Any  # whose keys they are
-    i: Any
-    j: Any
-    is_real: Any
+    own_row: Any  # in the device's rows
+    own_column: Any  # in the sender's keys
+    stored_column: Any  # in the keys of all devices, as a mask or bias has them
+    row: Any  # in the sequence
+    column: Any  # in the sequence
+    is_later: Any  # does the sender come after the device?
+    is_real: Any  # is there work at all?
+
+
+class _Pair(NamedTuple):
+    at: _Places
     is_aligned: bool = False  # are they the same part of the sequence, on every device?
     is_swapped: bool = False  # does the call have the second half of the rows before the first?
 
 
-def _pairs(ring: _Ring, step: _Step):
-    device = lax.axis_index(ring.axis_name)
-    sender = (device - step.shift) % ring.num_devices
-    for slot in map(step.slot, range(step.num_slots)):
-        i, j, is_real = jnp.asarray(slot)[device]
+def _pairs(ring: _Ring, step: _Step) -> Iterator[_Pair]:
+    for slot in range(step.num_slots):
+        chunks = [pairs[slot] if slot < len(pairs) else None for pairs in step.pairs]
         is_own = step.shift == 0 and ring.q_length == ring.kv_length
-        is_aligned = is_own and all(slot[:, 0] == slot[:, 1])
-        yield _Pair(device, sender, i, j, is_real, is_aligned, is_swapped=ring.by_halves and not is_aligned)
+        is_aligned = is_own and all(pair is not None and pair[0] == pair[1] for pair in chunks)
+        yield _Pair(_at(ring, step.shift, chunks), is_aligned, is_swapped=ring.by_halves and not is_aligned)
+
+
+def _at(ring: _Ring, shift: int, chunks: Sequence[tuple[int, int] | None]) -> _Places:
+    """The places on this device of the pair of chunks of each device; None: it has no work."""
+
+    def places(device: int) -> _Places:
+        (i, j), sender = chunks[device] or (0, 0), (device - shift) % ring.num_devices
+        own_row, own_column = i * ring.q_length, j * ring.kv_length
+        return _Places(
+            own_row,
+            own_column,
+            sender * ring.num_chunks * ring.kv_length + own_column,
+            ring.chunk(device, i) * ring.q_length,
+            ring.chunk(sender, j) * ring.kv_length,
+            sender > device,
+            chunks[device] is not None,
+        )
+
+    table = np.array([places(device) for device in range(ring.num_devices)], np.int32)
+    own = lax.dynamic_index_in_dim(
+        table, lax.axis_index(ring.axis_name), keepdims=False, allow_negative_indices=False
+    )
+    return _Places(*own)
 
 
 def _travelling(arrays: Arrays) -> Arrays:
@@ -412,7 +435,7 @@ def _axis(name: str, letter: str) -> int | None:
 
 def _rows(name: str, x: jax.Array, ring: _Ring, pair: _Pair) -> jax.Array:
     """The rows of the pair, of an array that has rows."""
-    x = _slice(x, _axis(name, "t"), pair.i * ring.q_length, ring.q_length)
+    x = _slice(x, _axis(name, "t"), pair.at.own_row, ring.q_length)
     return _swapped(name, x) if pair.is_swapped else x
 
 
@@ -424,43 +447,39 @@ def _swapped(name: str, x: jax.Array) -> jax.Array:
 
 def _columns(name: str, x: jax.Array, ring: _Ring, pair: _Pair) -> jax.Array:
     """The keys of the pair."""
-    return _slice(x, _axis(name, "s"), _first_column(name, ring, pair), ring.kv_length)
+    return _slice(x, _axis(name, "s"), _first_column(name, pair), ring.kv_length)
 
 
-def _first_column(name: str, ring: _Ring, pair: _Pair) -> Any:
-    sender = 0 if name in _TRAVELLING else pair.sender  # others have the keys of all devices
-    return (sender * ring.num_chunks + pair.j) * ring.kv_length
+def _first_column(name: str, pair: _Pair) -> Any:
+    return pair.at.own_column if name in _TRAVELLING else pair.at.stored_column
 
 
 def _slice(x: jax.Array, axis: int | None, start: Any, size: int) -> jax.Array:
     if axis is None or x.shape[axis] in (1, size):  # 1: broadcast
         return x
-    return lax.dynamic_slice_in_dim(x, start, size, axis)
+    return lax.dynamic_slice_in_dim(x, start, size, axis, allow_negative_indices=False)
 
 
 def _part(
     arrays: Arrays, options: AttentionOptions, ring: _Ring, pair: _Pair, *, is_padded: bool = False
 ) -> tuple[Arrays, AttentionOptions]:
     """The arrays and the options of the call that a pair of chunks is; `is_padded`: the pair may not be real."""
-    row = ring.chunk(pair.device, pair.i) * ring.q_length
-    column = ring.chunk(pair.sender, pair.j) * ring.kv_length
     part = {name: _rows(name, _columns(name, x, ring, pair), ring, pair) for name, x in arrays.items()}
     batch = arrays["q"].shape[:1]
     if pair.is_swapped:
-        comes_before = pair.sender < pair.device
         for name, length, is_halved in (
-            ("query_seq_lengths", ring.q_length, ~comes_before),
-            ("key_value_seq_lengths", ring.kv_length, comes_before),
+            ("query_seq_lengths", ring.q_length, pair.at.is_later),
+            ("key_value_seq_lengths", ring.kv_length, 1 - pair.at.is_later),
         ):
-            part[name] = jnp.full(batch, jnp.where(is_halved, length // 2, length), jnp.int32)
+            part[name] = jnp.full(batch, length - is_halved * (length // 2), jnp.int32)
         return part, options.without_reach()
     # Kernels are faster where they know that the offset is 0.
     with_offset = not pair.is_aligned and _subsequence.needs_offset(arrays, options)
-    part = _subsequence.at(part, row, column, with_offset=with_offset)
+    part = _subsequence.at(part, pair.at.row, pair.at.column, with_offset=with_offset)
     whole = ring.num_devices * ring.num_chunks * ring.kv_length
     if "key_value_seq_lengths" in arrays or is_padded:
         lengths = arrays.get("key_value_seq_lengths", jnp.full(batch, whole, jnp.int32))
-        part["key_value_seq_lengths"] = (jnp.maximum(lengths, 0) - column) * pair.is_real
+        part["key_value_seq_lengths"] = (jnp.maximum(lengths, 0) - pair.at.column) * pair.at.is_real
     return part, options
 
 
@@ -514,7 +533,7 @@ def _with_pair(results, more, ring: _Ring, pair: _Pair):
         return more if results is None else _merge(*results, *more)
     merged = _merge(*(_rows(name, x, ring, pair) for name, x in zip(names, results, strict=True)), *more)
     return tuple(
-        lax.dynamic_update_slice_in_dim(whole, x, pair.i * ring.q_length, axis=1)
+        lax.dynamic_update_slice_in_dim(whole, x, pair.at.own_row, axis=1, allow_negative_indices=False)
         for whole, x in zip(results, merged, strict=True)
     )
 
@@ -523,6 +542,7 @@ def _is_padded(step: _Step) -> bool:
     return len(set(map(len, step.pairs))) > 1
 
 
+@jax.jit  # traced once for all steps
 def _merge(out, lse, more_out, more_lse):
     """Attention over two sets of keys, from attention over each."""
     top = lax.stop_gradient(jnp.maximum(lse, more_lse))
@@ -570,7 +590,7 @@ def _gradients(arrays: Arrays, options: AttentionOptions, ring: _Ring) -> Arrays
     others = [name for name in wanted if name not in of_bias]
     of_lse = {name: jnp.zeros_like(arrays[name]) for name in PART_OF_LSE if name in arrays}
     for i in range(ring.num_chunks):
-        part, _ = _part(arrays, options, ring, _Pair(lax.axis_index(ring.axis_name), 0, i, 0, 1))
+        part, _ = _part(arrays, options, ring, _Pair(_at(ring, 0, [(i, 0)] * ring.num_devices)))
         for name, x in _derivatives.gradients(part, list(of_lse), options).items():
             of_lse[name] += x
 
@@ -620,13 +640,13 @@ def _with_part(
     total, x = total.astype(dtype), x.astype(dtype)
     if x.shape == shape:
         return total + x
-    starts = [jnp.int32(0)] * x.ndim
-    for letter, start in (("t", pair.i * ring.q_length), ("s", _first_column(name, ring, pair))):
+    starts = [np.int32(0)] * x.ndim
+    for letter, start in (("t", pair.at.own_row), ("s", _first_column(name, pair))):
         axis = _axis(name, letter)
         if axis is not None and x.shape[axis] < shape[axis]:
-            starts[axis] = jnp.int32(start)
-    part = lax.dynamic_slice(total, starts, x.shape) + x
-    return lax.dynamic_update_slice(total, part, starts)
+            starts[axis] = start
+    part = lax.dynamic_slice(total, starts, x.shape, allow_negative_indices=False) + x
+    return lax.dynamic_update_slice(total, part, starts, allow_negative_indices=False)
 
 
 @functools.partial(_gradients.defjvp, symbolic_zeros=True)

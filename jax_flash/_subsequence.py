@@ -40,6 +40,7 @@ def at(arrays: Arrays, row: jax.Array, column: jax.Array | int, *, with_offset: 
     return part
 
 
+@jax.jit
 def _add(x: jax.Array, distance: jax.Array) -> jax.Array:
     """The sum, or the end of int32's range beyond which it lies."""
     total = x + distance

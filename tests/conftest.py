@@ -33,7 +33,7 @@ LEFT_OUT = pytest.StashKey[int]()
 
 def pytest_addoption(parser) -> None:
     parser.addoption(
-        "--all", action="store_true", help="run the exhaustive tests, too, and the quick ones optimized"
+        "--all", action="store_true", help="run the exhaustive tests, too, and some with XLA's optimizations"
     )
     group = parser.getgroup("random cases", "test_random.py")
     group.addoption("--random-cases", type=int, help="number of cases (100 with --all, else 15)")
@@ -112,11 +112,11 @@ def free_exchange(monkeypatch) -> None:
 
 @pytest.fixture(autouse=True)
 def optimizations(request) -> None:
-    """XLA's optimizations: with --all, where the quick run has the test, too, which then runs in both ways.
+    """XLA's optimizations: with --all, for the cases that have everything.
 
     Most of a test's time is XLA's, which compiles what is around the kernels. The kernels are compiled already.
     """
-    is_optimized = request.config.getoption("all") and not request.node.get_closest_marker("exhaustive")
+    is_optimized = request.config.getoption("all") and "everything" in request.node.name
     jax.config.update("jax_disable_most_optimizations", not is_optimized)
 
 
