@@ -32,6 +32,8 @@ FOLDER = ROOT / "build" / "emulated"
 PASSES = ("forward", "backward", "backward_bias", "tangent", "backward_tangent")
 _FLAGS = (
     *("-std=c++20", "-O1", "-fPIC", "-U_FORTIFY_SOURCE"),  # which does not allow jumps from stack to stack
+    # float16 is converted by instructions: by calls, that is 40 % of the time. Products and sums stay separate.
+    *("-march=native", "-ffp-contract=off"),
     *("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"),
     "-Wno-missing-field-initializers",
     "-Wno-psabi",
