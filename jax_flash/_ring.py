@@ -372,12 +372,13 @@ def _chunk_of(device: Any, i: Any, num_devices: int, num_chunks: int) -> Any:
 class _Places(NamedTuple):
     """A pair of chunks that a device works on: how many rows or columns come before it in which array."""
 
+    device: Any
+    sender: Any  # whose keys they are
     own_row: Any  # in the device's rows
     own_column: Any  # in the sender's keys
     stored_column: Any  # in the keys of all devices, as a mask or bias has them
     row: Any  # in the sequence
     column: Any  # in the sequence
-    is_later: Any  # does the sender come after the device?
     is_real: Any  # is there work at all?
 
 
@@ -402,12 +403,13 @@ def _at(ring: _Ring, shift: int, chunks: Sequence[tuple[int, int] | None]) -> _P
         (i, j), sender = chunks[device] or (0, 0), (device - shift) % ring.num_devices
         own_row, own_column = i * ring.q_length, j * ring.kv_length
         return _Places(
+            device,
+            sender,
             own_row,
             own_column,
             sender * ring.num_chunks * ring.kv_length + own_column,
             ring.chunk(device, i) * ring.q_length,
             ring.chunk(sender, j) * ring.kv_length,
-            sender > device,
             chunks[device] is not None,
         )
 
@@ -467,11 +469,12 @@ def _part(
     part = {name: _rows(name, _columns(name, x, ring, pair), ring, pair) for name, x in arrays.items()}
     batch = arrays["q"].shape[:1]
     if pair.is_swapped:
+        comes_before = pair.at.sender < pair.at.device
         for name, length, is_halved in (
-            ("query_seq_lengths", ring.q_length, pair.at.is_later),
-            ("key_value_seq_lengths", ring.kv_length, 1 - pair.at.is_later),
+            ("query_seq_lengths", ring.q_length, ~comes_before),
+            ("key_value_seq_lengths", ring.kv_length, comes_before),
         ):
-            part[name] = jnp.full(batch, length - is_halved * (length // 2), jnp.int32)
+            part[name] = jnp.full(batch, jnp.where(is_halved, length // 2, length), jnp.int32)
         return part, options.without_reach()
     # Kernels are faster where they know that the offset is 0.
     with_offset = not pair.is_aligned and _subsequence.needs_offset(arrays, options)
