@@ -392,7 +392,7 @@ def _pairs(ring: _Ring, step: _Step) -> Iterator[_Pair]:
     for slot in range(step.num_slots):
         chunks = [pairs[slot] if slot < len(pairs) else None for pairs in step.pairs]
         is_own = step.shift == 0 and ring.q_length == ring.kv_length
-        is_aligned = is_own and all(pair is not None and pair[0] == pair[1] for pair in chunks)
+        is_aligned = is_own and all(pair is None or pair[0] == pair[1] for pair in chunks)
         yield _Pair(_at(ring, step.shift, chunks), is_aligned, is_swapped=ring.by_halves and not is_aligned)
 
 

@@ -45,11 +45,16 @@ def compiler() -> str | None:
     return os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
 
 
-def listed_kernels() -> list[tuple[str, str, str, int]]:
-    """The rows of cuda/kernels.cmake: direction, arch, arithmetic, head dim. Needs CMake."""
+def listed_kernels(**settings: str) -> list[tuple[str, str, str, int]]:
+    """The rows of cuda/kernels.cmake: direction, arch, arithmetic, head dim. Needs CMake.
+
+    The settings are options of the build, without JAX_FLASH_.
+    """
+    settings = {"CUDA_ARCHS": "80 90"} | settings
+    assignments = "".join(f"set(JAX_FLASH_{name} {value})\n" for name, value in settings.items())
     script = (
         "cmake_minimum_required(VERSION 3.24)\n"
-        "set(JAX_FLASH_CUDA_ARCHS 80 90)\n"
+        f"{assignments}"
         "function(jax_flash_kernels direction arch arithmetics head_dim)\n"
         "  foreach(arithmetic IN LISTS arithmetics)\n"
         '    message(STATUS "${direction};${arch};${arithmetic};${head_dim}")\n'
@@ -106,7 +111,12 @@ def _sources() -> dict[str, str]:
 def library() -> ctypes.CDLL:
     """Compiles what has changed, and loads it."""
     files = _sources()
-    key = hashlib.sha256(repr((sorted(files.items()), _FLAGS, compiler(), jax.ffi.include_dir())).encode())
+    macros = subprocess.check_output(
+        [compiler(), *_FLAGS[:-2], "-E", "-dM", "-x", "c++", os.devnull]
+    )  # of this CPU
+    key = hashlib.sha256(
+        repr((sorted(files.items()), _FLAGS, compiler(), macros, jax.ffi.include_dir())).encode()
+    )
     path = FOLDER / f"emulated_{key.hexdigest()[:16]}.so"
     if not path.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ def main() -> None:
     address, process = sys.argv[1], int(sys.argv[2])
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
-    jax.config.update("jax_disable_most_optimizations", True)  # as for the exhaustive tests: conftest.py
+    jax.config.update("jax_disable_most_optimizations", True)  # as for most tests: conftest.py
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, num_processes=2, process_id=process)
     mesh = Mesh(np.array(jax.devices()), ("sequence",))

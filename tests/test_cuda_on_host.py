@@ -33,6 +33,16 @@ def kernels() -> list[tuple[str, str, str, int]]:
     return emulated.listed_kernels()
 
 
+def test_options_of_the_build_choose_kernels(kernels):
+    chosen = emulated.listed_kernels(CUDA_ARCHS="80", HEAD_DIMS="64", FLOAT64="OFF")
+    assert set(chosen) <= {row for row in kernels if row[3] == 64} | {
+        ("backward_bias", "sm80", arithmetic, 64) for arithmetic in ("bfloat16", "float16", "tf32", "tf32x3")
+    }
+    assert {row[0] for row in chosen} == {row[0] for row in kernels}
+    assert {row[1] for row in chosen} == {"sm80"}
+    assert "float64" not in {row[2] for row in chosen}
+
+
 def test_some_kernel_takes_every_head_dim(kernels):
     """In every arithmetic, on every card."""
     arithmetics = "bfloat16", "float16", "tf32", "tf32x3"

@@ -180,6 +180,13 @@ def test_nvcc_of_toolkit(backend, monkeypatch, tmp_path):
     assert backend._nvcc({}) == toolkit
 
 
+def test_compiler_of_the_package_index_by_request(backend, tmp_path):
+    write_nvcc(tmp_path / "bin" / "nvcc", "13.0.88")
+    settings = {"cmake.define.JAX_FLASH_CUDA": "PYPI"}
+    assert backend._nvcc(settings) == backend._kept_nvcc()
+    assert len(backend._requirements(settings)) == 1 + len(backend._CUDA_PACKAGES)
+
+
 @pytest.mark.parametrize("version", ["11.8.89", "12.8.61", "12.8.93", "12.9.41"])
 def test_nvcc_too_old(backend, monkeypatch, tmp_path, capsys, version):
     """The build requests NVIDIA's wheels instead."""

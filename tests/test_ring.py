@@ -183,12 +183,33 @@ def test_keys_for_the_backward_pass_wait_for_it():
     assert waits == 6 * [True]  # keys and values; their gradients in the second step; and home
 
 
-# Options, and of each call of a kernel on two devices whether an offset is among its operands.
+def test_ranks_are_not_promoted():
+    """As of flash_attention: JAX may be told to raise an error where it would add axes to an array."""
+    lengths = np.int32([9, 9])
+    ring = on_the_ring(
+        mesh_of(2),
+        layout="zigzag",
+        is_causal=True,
+        query_seq_lengths=lengths,
+        dropout_rate=0.5,
+        dropout_rng=jax.random.key(1),
+    )
+    with jax.numpy_rank_promotion("raise"):
+        jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(ring(*args))), (0, 1, 2))).lower(
+            *inputs(length=64)[:3]
+        )
+
+
+# Options, and of each call of a kernel whether an offset is among its operands. On two devices, or as many as given.
 _CALLS = {
     "contiguous, causal": (dict(layout="contiguous", is_causal=True), (False, True)),
     "zigzag, causal": (dict(layout="zigzag", is_causal=True), (False, False)),
     "zigzag, window": (
         dict(layout="zigzag", is_causal=True, local_window_size=(30, None)),
+        (False, True, False, True, True),
+    ),
+    "zigzag, a window of one chunk": (
+        dict(layout="zigzag", is_causal=True, local_window_size=(2, None), number=4),
         (False, True, False, True, True),
     ),
     "an offset": (dict(layout="contiguous", is_causal=True, query_offset=1), (True, True)),
@@ -204,7 +225,9 @@ _CALLS = {
 @pytest.mark.parametrize(("options", "offsets"), _CALLS.values(), ids=_CALLS.keys())
 def test_calls_of_kernels(options, offsets):
     """One for each pair of chunks, or for each step where positions do not matter."""
-    text = str(jax.make_jaxpr(on_the_ring(mesh_of(2), **options))(*inputs()[:3]))
+    options = dict(options)
+    mesh = mesh_of(options.pop("number", 2))
+    text = str(jax.make_jaxpr(on_the_ring(mesh, **options))(*inputs()[:3]))
     names = re.findall(r"names=\(([^)]*)\)", text)
     assert tuple("query_offset" in x for x in names) == offsets
 
