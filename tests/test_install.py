@@ -269,6 +269,10 @@ def test_announcement(backend, monkeypatch):
     text = backend._announcement("", {define + "NVCC": "/bin/nvcc", define + "CUDA_ARCHS": "86;90"})
     assert "for GPUs of compute capability 8.6 and 9.0, with /bin/nvcc" in text
     assert "-C cmake.define.JAX_FLASH_CUDA=OFF" in text
+    assert "about 27 min on 2 cores" in text
+    assert "about 10 min" in backend._announcement(
+        "", {define + "NVCC": "/bin/nvcc", define + "CUDA_ARCHS": "80"}
+    )
 
 
 def test_no_compiler(backend, monkeypatch):
