@@ -19,7 +19,7 @@ from closeness import assert_close
 from jax.sharding import Mesh
 
 import jax_flash
-from jax_flash import _dropout, _ffi
+from jax_flash import _dropout, _ffi, _library
 
 LIBRARY = pathlib.Path(importlib.metadata.distribution("jax_flash").locate_file("jax_flash/libjax_flash.so"))
 
@@ -121,9 +121,12 @@ def run_with_operands(case: Case, dtype: str, **more: Any) -> tuple[oracle.Resul
 
 
 def set_local_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: str, kind: str = "a GPU") -> None:
-    """Lets this process have such GPUs, as far as the choice of kernels goes."""
+    """Lets this process have such GPUs, and a library that was built for them, as far as the choice of kernels goes."""
     gpus = [types.SimpleNamespace(device_kind=kind, compute_capability=x) for x in capabilities]
     monkeypatch.setattr(_ffi, "local_gpus", lambda: gpus)
+    info = _library.build_info()
+    if info["archs"]:
+        monkeypatch.setattr(_library, "build_info", lambda: info | {"archs": "80;90"})
 
 
 def mesh_of(*sizes: int, names: tuple[str, ...] = ("sequence",), **axis_types: Any) -> Mesh:
