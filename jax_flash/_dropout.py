@@ -32,7 +32,7 @@ def make_seeds(rng: jax.Array, batch: int, num_heads: int) -> jax.Array:
 def of_part(seeds: jax.Array, row: jax.Array | int, column: jax.Array | int) -> jax.Array:
     """The seeds of the part of the sequence that begins at this row and column."""
     first = jnp.stack([0, 0, 0, row, column]).astype(jnp.uint32)
-    return seeds + jnp.broadcast_to(first, seeds.shape)
+    return seeds + jnp.broadcast_to(first, seeds.shape)  # JAX may be told not to promote ranks
 
 
 def keep(seeds: jax.Array, rate: float, seqlen_q: int, seqlen_kv: int) -> jax.Array:

@@ -70,6 +70,14 @@ def listed_kernels(**settings: str) -> list[tuple[str, str, str, int]]:
     return [(direction, arch, arithmetic, int(head_dim)) for direction, arch, arithmetic, head_dim in rows]
 
 
+def unit(template: str, direction: str, arch: str, arithmetics: list[str], head_dim: int) -> str:
+    """The unit that CMake makes from cuda/kernel.cu.in for a row of cuda/kernels.cmake."""
+    values = dict(DIRECTION=direction, ARCH=arch, HEAD_DIM=str(head_dim))
+    values["ARITHMETICS"] = " ".join(arithmetics)
+    values["INSTANCES"] = "\n".join(f"KERNEL({arithmetic})" for arithmetic in arithmetics)
+    return re.sub(r"@(\w+)@", lambda match: values[match[1]], template)
+
+
 def _for_the_host(text: str) -> str:
     text = re.sub(
         r"extern __shared__ __align__\(\d+\) uint8_t (\w+)\[\];",
@@ -98,11 +106,7 @@ def _sources() -> dict[str, str]:
         table += f"KERNEL({direction}, {arch}, {arithmetic}, {head_dim})\n"
         units[direction, arch, head_dim].append(arithmetic)
     for (direction, arch, head_dim), arithmetics in units.items():
-        values = dict(DIRECTION=direction, ARCH=arch, HEAD_DIM=str(head_dim))
-        values["ARITHMETICS"] = " ".join(arithmetics)
-        values["INSTANCES"] = "\n".join(f"KERNEL({arithmetic})" for arithmetic in arithmetics)
-        unit = re.sub(r"@(\w+)@", lambda match, values=values: values[match[1]], template)
-        files[f"{direction}_{arch}_{head_dim}.cc"] = unit
+        files[f"{direction}_{arch}_{head_dim}.cc"] = unit(template, direction, arch, arithmetics, head_dim)
     files["kernels.def"] = table
     return files
 

@@ -13,6 +13,7 @@ import tomllib
 import types
 import zlib
 
+import emulated
 import jax
 import pytest
 from harness import LIBRARY
@@ -311,10 +312,8 @@ def test_portable_kernels_compile_for_the_oldest_gpu(direction, arithmetic, tmp_
     nvcc = shutil.which(jax_flash.build_info()["nvcc"] or "nvcc")
     if nvcc is None:
         pytest.skip("needs an nvcc")
-    values = dict(DIRECTION=direction, ARCH="sm80", HEAD_DIM="64", ARITHMETICS=arithmetic)
-    values["INSTANCES"] = f"KERNEL({arithmetic})"
     source = tmp_path / "kernel.cu"
     template = (ROOT / "cuda" / "kernel.cu.in").read_text()
-    source.write_text(re.sub(r"@(\w+)@", lambda match: values[match[1]], template))
+    source.write_text(emulated.unit(template, direction, "sm80", [arithmetic], 64))
     command = [nvcc, "-std=c++20", "-arch=sm_80", f"-I{ROOT / 'cpp'}", f"-I{ROOT / 'cuda'}", "-c", source]
     subprocess.run([*command, "-o", tmp_path / "kernel.o"], check=True)
