@@ -1,7 +1,8 @@
-"""Attention in plain JAX with the whole score matrix, in float64: JAX's derivatives of it are the exact ones.
+"""Attention with the whole score matrix, in float64: its derivatives are the exact ones.
 
-It shares no code with the package. With `rounding` it is the naive computation in another type, the baseline of the
-closeness rule: each result, and each derivative of it, is rounded.
+They come from JAX, or, the first along a direction, from a complex step in NumPy, where nothing is compiled. It shares
+no code with the package. With `rounding` it is the naive computation in another type, the baseline of the closeness
+rule: each result, and each derivative of it, is rounded.
 """
 
 from collections.abc import Callable
@@ -13,13 +14,24 @@ import numpy as np
 import oracle
 
 Rounding = Callable[[Any], Any]
+STEP = 2.0**-200  # its square vanishes beside any result, and no derivative underflows
+
+
+def complex_step(f: Callable, x: Any, t: Any) -> Any:
+    """The derivative of f at x along t, exact but for rounding: Im f(x + i h t) / h (Squire and Trapp, 1998)."""
+    moved = jax.tree.map(lambda x, t: x + 1j * STEP * t, x, t)
+    return jax.tree.map(lambda y: y.imag / STEP, f(*moved))
 
 
 def rounding_of(kind: str) -> tuple[Rounding, Rounding]:
     """How naive arithmetic in this type rounds results, and operands of products."""
     bits = {"float16": (5, 10), "bfloat16": (8, 7), "tfloat32": (8, 10)}[kind]
+    result, operand = oracle.arithmetic_of(kind)
+    in_numpy = operand if kind == "tfloat32" else result
 
     def rounded(x):
+        if isinstance(x, np.ndarray):  # of a complex step
+            return in_numpy(x.real) + 1j * STEP * in_numpy(x.imag / STEP)
         return jax.lax.reduce_precision(x, *bits)
 
     return ((lambda x: x), rounded) if kind == "tfloat32" else (rounded, rounded)
@@ -29,10 +41,10 @@ EXACT = ((lambda x: x), (lambda x: x))
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    differentiable: dict[str, jax.Array],
+    q: Any,
+    k: Any,
+    v: Any,
+    differentiable: dict[str, Any],
     *,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
@@ -42,40 +54,40 @@ def attention(
     precision: Any = None,
     deterministic: bool = False,
     **mask_options: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """Computes out and lse, with lse 0 where it is -inf and has no derivative.
+) -> tuple[Any, Any]:
+    """Computes out and lse, with lse 0 where it is -inf and has no derivative. Takes arrays of JAX or of NumPy.
 
     `differentiable` may have bias, alibi (the slopes), sinks and scale.
     """
     del precision, deterministic  # these do not change the exact result
+    xp = np if isinstance(q, np.ndarray) else jnp
     rounded, operand = rounding
     group = q.shape[2] // max(k.shape[2], 1)
-    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-    seen = oracle.visible(q.shape[0], q.shape[1], k.shape[1], **mask_options)
+    q, k, v = (xp.swapaxes(x, 1, 2) for x in (q, k, v))  # [B, heads, length, dim]
+    k, v = (xp.repeat(x, group, axis=1) for x in (k, v))
+    seen = oracle.visible(q.shape[0], q.shape[2], k.shape[2], **mask_options)
     scale = differentiable.get("scale", q.shape[-1] ** -0.5 if scale is None else scale)
 
-    s = rounded(scale * rounded(jnp.einsum("btnd,bsnd->bnts", operand(q), operand(k))))
+    s = rounded(scale * rounded(operand(q) @ xp.swapaxes(operand(k), -1, -2)))
     if "bias" in differentiable:
         s = rounded(s + differentiable["bias"])
     if "alibi" in differentiable:
         offset = np.asarray(mask_options.get("query_offset", 0), np.float64).reshape(-1, 1, 1, 1)
-        distance = np.abs(np.arange(q.shape[1])[:, None] + offset - np.arange(k.shape[1]))
+        distance = np.abs(np.arange(q.shape[2])[:, None] + offset - np.arange(k.shape[2]))
         s = rounded(s - differentiable["alibi"].reshape(-1, 1, 1) * distance)
-    s = jnp.where(seen, s, 0.0)
+    s = xp.where(seen, s, 0.0)
     if logits_soft_cap is not None:
-        s = rounded(logits_soft_cap * jnp.tanh(s / logits_soft_cap))
-    s = jnp.where(seen, s, -np.inf)
-    columns = [s]
+        s = rounded(logits_soft_cap * xp.tanh(s / logits_soft_cap))
+    logits = xp.where(seen, s, -np.inf)
     if "sinks" in differentiable:  # keys without a value
-        sinks = differentiable["sinks"].reshape(-1, 1, 1)
-        columns.append(jnp.broadcast_to(sinks, (*s.shape[:-1], 1)))
-    logits = jnp.concatenate(columns, -1)
-    is_empty = (logits == -np.inf).all(-1)
-    lse = jax.nn.logsumexp(jnp.where(is_empty[..., None], 0.0, logits), -1)
-    p = jnp.where(
-        seen & ~is_empty[..., None], rounded(jnp.exp(jnp.where(seen, s, 0.0) - lse[..., None])), 0.0
-    )
+        sinks = xp.broadcast_to(differentiable["sinks"].reshape(-1, 1, 1), (*s.shape[:-1], 1))
+        logits = xp.concatenate([logits, sinks], -1)
+    top = jax.lax.stop_gradient(logits.real.max(-1, keepdims=True, initial=-np.inf))
+    is_empty = top == -np.inf
+    total = xp.exp(logits - xp.where(is_empty, 0.0, top)).sum(-1, keepdims=True)
+    lse = xp.where(is_empty, 0.0, top + xp.log(xp.where(is_empty, 1.0, total)))
+    p = xp.where(seen & ~is_empty, rounded(xp.exp(xp.where(seen, s, 0.0) - lse)), 0.0)
     if keep is not None:
-        p = rounded(jnp.where(keep, p / (1 - dropout_rate), 0.0))
-    out = rounded(jnp.einsum("bnts,bsne->btne", operand(p), operand(v)))
-    return out, jnp.swapaxes(jnp.where(is_empty, 0.0, lse), 1, 2)
+        p = rounded(xp.where(keep, p / (1 - dropout_rate), 0.0))
+    out = rounded(operand(p) @ operand(v))
+    return xp.swapaxes(out, 1, 2), xp.swapaxes(lse[..., 0], 1, 2)

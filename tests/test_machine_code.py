@@ -1,9 +1,11 @@
 """Machine code of the Hopper kernels, disassembled from the library. Needs no GPU."""
 
 import collections
+import concurrent.futures
 import functools
 import importlib.util
 import operator
+import os
 import pathlib
 import re
 import shutil
@@ -35,22 +37,44 @@ def disassembler() -> str:
     return found
 
 
-# Disassembling all kernels takes about a minute.
+# Kernels that launch_early starts, some of them in files of the portable kernels.
+EARLY = re.compile("4sm90.*15backward_kernel|convert_fragments_kernel|combine_kernel")
+
+
+# Takes about a minute. To disassemble the portable kernels, too, would take three.
 @pytest.fixture(scope="module")
-def every_function() -> dict[str, list[tuple[int, str]]]:
-    """The instructions of each kernel compiled for Hopper, with their addresses."""
-    command = [disassembler(), "--dump-sass", "--gpu-architecture", "sm_90a", str(LIBRARY)]
-    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {
-        name: [(int(address, 16), text) for address, text in INSTRUCTION.findall(body)]
-        for name, body in (part.split("\n", 1) for part in code.split("Function : ")[1:])
-    }
+def every_function(tmp_path_factory) -> dict[str, list[tuple[int, str]]]:
+    """The instructions of each kernel of Hopper's own or started early, with their addresses."""
+    folder, tool = tmp_path_factory.mktemp("cubins"), disassembler()
+    extract = [tool, "--extract-elf", "all", "--gpu-architecture", "sm_90a", str(LIBRARY.resolve())]
+    subprocess.run(extract, capture_output=True, cwd=folder, check=True)
+    cubins = [
+        path
+        for path in folder.iterdir()
+        if ".sm_90a." in path.name or EARLY.search(path.read_bytes().decode(errors="replace"))
+    ]
+
+    def disassembled(cubin: pathlib.Path) -> dict[str, list[tuple[int, str]]]:
+        code = subprocess.run([tool, "--dump-sass", cubin], capture_output=True, text=True, check=True).stdout
+        return {
+            name: [(int(address, 16), text) for address, text in INSTRUCTION.findall(body)]
+            for name, body in (part.split("\n", 1) for part in code.split("Function : ")[1:])
+        }
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(collections.ChainMap(*pool.map(disassembled, cubins)))
 
 
 @pytest.fixture(scope="module")
 def functions(every_function) -> dict[str, list[tuple[int, str]]]:
     """The kernels with products."""
     return {name: code for name, code in every_function.items() if re.search(r"4sm90.*Config", name)}
+
+
+@pytest.fixture(scope="module")
+def loops(functions) -> dict[str, list[list[str]]]:
+    """The main loops of each kernel with products."""
+    return {name: main_loops(code) for name, code in functions.items()}
 
 
 def test_ptx_is_embedded():
@@ -136,17 +160,17 @@ def test_products_run_on_warpgroups(functions):
 
 
 @pytest.mark.exhaustive
-def test_main_loop_stays_in_registers(functions):
+def test_main_loop_stays_in_registers(loops):
     """But for gradients of planes, which have two operands of ds: up to 16 of 1,089 instructions (head dim 64).
 
     And for two planes with options at head dim 128, which have sums of a block beside out, 5 instructions; and for wide
     heads with options, forward, which also have addresses in the other block, up to 3 of 987.
     """
     failures = []
-    for name, instructions in functions.items():
+    for name, bodies in loops.items():
         are_planes = ("backward_kernel" in name and "tf32" in name) or "tf32x3ELi128" in name
         is_wide = "forward_kernel" in name and "ELi512E" in name
-        for loop in main_loops(instructions):
+        for loop in bodies:
             spills = sum(bool(LOCAL.search(text)) for text in loop)
             if spills > (0.02 if are_planes else 0.005 if is_wide else 0) * len(loop):
                 failures.append(f"{name}: {spills} of {len(loop)} instructions")
@@ -165,14 +189,13 @@ def waits(name: str) -> int:
 
 
 @pytest.mark.exhaustive
-def test_products_are_not_serialised(functions):
-    for name, instructions in functions.items():
-        for loop in main_loops(instructions):
+def test_products_are_not_serialised(loops):
+    for name, bodies in loops.items():
+        for loop in bodies:
             assert sum("WARPGROUP.DEPBAR" in text for text in loop) == waits(name), name
 
 
-# Kernels that launch_early starts, and what reads or writes global memory: loads, stores, atomics, the copy engine.
-EARLY = re.compile("4sm90.*15backward_kernel|convert_fragments_kernel|combine_kernel")
+# What reads or writes global memory: loads, stores, atomics, the copy engine.
 GLOBAL = re.compile(r"\b(LDG|STG|LD|ST|ATOM\w*|RED|UTMA\w*|UBLK\w*|UBLKRED|LDGSTS)\b")
 
 
