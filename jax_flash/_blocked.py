@@ -436,7 +436,7 @@ def _columns_seen(
     """An interval that holds all columns that the rows from `row` on see; mask and segments are not considered."""
     first, end = jnp.int32(0), jnp.int32(arrays["k"].shape[-3])
     if "key_value_seq_lengths" in arrays:
-        end = jnp.minimum(end, jnp.max(arrays["key_value_seq_lengths"]))
+        end = jnp.clip(jnp.max(arrays["key_value_seq_lengths"]), 0, end)
     offset = arrays.get("query_offset", jnp.zeros(1, jnp.int32))
     # The largest offsets and windows would wrap around.
     lowest, highest = (jnp.clip(limit(offset), -_FAR, _FAR) for limit in (jnp.min, jnp.max))

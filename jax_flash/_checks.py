@@ -305,7 +305,10 @@ def as_array(name: str, x: Any) -> jax.Array:
     # Lists are refused: they would be copied element by element on every call. Python scalars too.
     if not (isinstance(x, jax.Array | np.ndarray | np.generic) or hasattr(x, "__jax_array__")):
         raise TypeError(f"{name} must be a JAX or NumPy array, got a value of type {type(x).__name__}.")
-    return jnp.asarray(x)
+    try:
+        return jnp.asarray(x)
+    except TypeError:
+        raise TypeError(f"{name} must be an array of numbers or bools, got dtype {x.dtype}.") from None
 
 
 def _floating(name: str, x: Any) -> jax.Array:

@@ -535,7 +535,9 @@ def _batch(primitive: Primitive, args: Sequence, dims: Sequence, *, names: tuple
         for name, x, dim in zip(names, args, dims, strict=True)
     }
     if all(map(is_directed, mapped)):
-        directions = _directions(args | {name: args[name][0] for name in mapped})
+        directions = next(
+            x.shape[1 if name in mapped else 0] for name, x in args.items() if is_directed(name)
+        )
 
         def merged(name: str, x: jax.Array) -> jax.Array:
             if not is_directed(name):

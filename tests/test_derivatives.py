@@ -316,6 +316,26 @@ def loss(attend, q, k, v, **options):
     return jnp.sum(jnp.sin(attend(q, k, v, **options)))
 
 
+def test_negative_lengths_see_no_key():
+    """A sink keeps lse finite, so a block of keys before the first would count."""
+    x = jnp.ones((1, 8, 1, 4))
+    options = dict(local_window_size=(7, 0), key_value_seq_lengths=np.array([-1], np.int32))
+
+    def f(bias):
+        return loss(attention, x, x, x, bias=bias, sinks=jnp.zeros(1), **options)
+
+    assert not np.any(jax.jit(jax.hessian(f))(jnp.zeros((1, 1, 1, 8))))
+
+
+@pytest.mark.parametrize("forward_mode", [True, False])
+def test_vmap_over_no_directions(forward_mode):
+    x = jnp.ones((1, 8, 1, 4))
+    f = functools.partial(loss, attention, forward_mode=forward_mode)
+    tangent_of_gradient = jax.vmap(lambda t: jax.jvp(lambda q: jax.grad(f)(q, x, x), (x,), (t,))[1])
+    assert tangent_of_gradient(jnp.zeros((0, *x.shape))).shape == (0, *x.shape)
+    assert jax.hessian(f)(x[:, :0], x, x).shape == 2 * (1, 0, 1, 4)
+
+
 @BOTH_LINKS
 def test_hessian(forward_mode, platform):
     args = [x[:1, :3, :2, :2] for x in QKV]
