@@ -51,7 +51,7 @@ __device__ __forceinline__ void for_each_accumulator_row(const T (&)[kMTiles][2]
   }
 }
 
-// The sum of `value` over kLanes neighbouring lanes.
+// The sum of `value` over kLanes neighboring lanes.
 template <int kLanes, class Number>
 __device__ __forceinline__ Number sum_lanes(Number value) {
 #pragma unroll

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kDeltaThreads)
   static_assert(kRowsOfGroup % kInFlight == 0);
   const int length = static_cast<int>(stats_length(params.seqlen_q));
   const int num_heads = static_cast<int>(params.num_heads);
-  // Neighbouring blocks take neighbouring heads of the same rows, which lie side by side in out and dout. The
+  // Neighboring blocks take neighboring heads of the same rows, which lie side by side in out and dout. The
   // last rows come first: those with which the backward kernels begin are then in L2.
   const unsigned index = gridDim.x - 1 - blockIdx.x, rows = index / num_heads;
   const int head = static_cast<int>(index - rows * num_heads);

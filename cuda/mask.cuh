@@ -1,5 +1,5 @@
-// Causality, window, lengths and offset: which (query, key) pairs they leave visible. No other file knows
-// them. (Mask and segments are in pairs.cuh and visibility.cuh.)
+// Causality, window, lengths and offset: which (query, key) pairs they leave visible. No other device code
+// knows them. (Mask and segments are in pairs.cuh and visibility.cuh.)
 //
 // Query row i sees the keys first_key(i) <= j <= last_key(i), an interval whose ends never fall as i grows.
 // So the first and the last row of a tile give its range of keys. The same holds for the queries that see a

@@ -1,4 +1,4 @@
-// From a warp's accumulators to rows in global memory: runs of neighbouring columns.
+// From a warp's accumulators to rows in global memory: runs of neighboring columns.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace jax_flash::cuda {
 
-// The number of neighbouring columns that a lane holds in a row of a product whose b is an MnMajorB.
+// The number of neighboring columns that a lane holds in a row of a product whose b is an MnMajorB.
 template <class Arithmetic>
 inline constexpr int kRunColumns = kMultiplies16Bit<Arithmetic> ? 2 : 4;
 
@@ -45,7 +45,7 @@ __device__ __forceinline__ void for_each_run(const typename Arithmetic::Sum (&ac
   }
 }
 
-// Writes factor * values, or zeros unless the row `counts`, to neighbouring columns of a row, as far as they
+// Writes factor * values, or zeros unless the row `counts`, to neighboring columns of a row, as far as they
 // are below head_dim.
 template <class Arithmetic, int kCount>
 __device__ __forceinline__ void store_run(typename Arithmetic::Element* row, int column, int head_dim,

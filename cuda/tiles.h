@@ -272,7 +272,7 @@ constexpr bool is_long(int head_dim, int64_t keys, bool is_causal) {
 struct BackwardTile {
   int block_m;    // query rows
   int stages;     // buffers of queries and dout
-  int kv_stages;  // buffers of keys and values; two let the next tile's load meanwhile
+  int kv_stages;  // buffers of keys and values; with two, the next tile's are loaded meanwhile
 };
 
 // The values that Hopper's gradients for `head_dim` serve. 128 with keys of 192 are what Multi-head Latent

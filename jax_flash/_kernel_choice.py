@@ -168,7 +168,7 @@ def keeps_ds(q, k, v, dbias, options: AttentionOptions, *, hides_pairs: bool) ->
     return (
         (64 if ds_bytes > dbias_bytes else 0) < head_dim <= 128
         and q.dtype.itemsize == 2
-        and S % 8 == 0  # the copy engine's unit
+        and S % 8 == 0  # TMA's unit
         and is_small
         and max(options.reach) < 0
         and not hides_pairs

@@ -412,7 +412,7 @@ def test_number_of_parts(call, parts, monkeypatch):
         (dict(t=16, n=64, s=2048), 2, 8),
         (dict(t=16, n=64, s=2047), 8, 8),  # few keys
         (dict(t=16, n=64, page_size=16), 4, 8),
-        (dict(t=16, n=64, page_size=12), 8, 8),  # which the copy engine does not take
+        (dict(t=16, n=64, page_size=12), 8, 8),  # which TMA does not take
         (dict(t=16, n=64, s=131072, is_causal=True, local_window_size=(5000, 0)), 2, 10),
         (dict(t=16, n=64, operands=("key_value_seq_lengths", "query_offset", "sinks")), 4, 8),
         (dict(t=16, n=64, operands=("mask",)), 8, 8),
@@ -461,7 +461,7 @@ def test_number_of_parts_of_few_queries_of_many_heads(call, parts, others, monke
         (dict(t=512, s=32768, operands=("scale_factor",)), 0),
         (dict(t=512, s=32768, logits_soft_cap=3.0), 0),
         (dict(t=512, s=32768, scale=-1.0), 0),
-        (dict(t=512, s=32768, h=100), 0),  # which the copy engine does not take
+        (dict(t=512, s=32768, h=100), 0),  # which TMA does not take
         (dict(t=512, s=32768, h=192, hv=192), 0),  # no such kernel
         (dict(t=512, s=32768, dtype="float32"), 0),
     ],

@@ -190,7 +190,7 @@ def test_keeps_a_value_or_drops_it(rate, implementation, platform):
 
 @pytest.mark.parametrize("rate", quick.rows([0.1, 0.5, 0.9], quick=[0.1]))
 def test_pairs_are_independent(rate):
-    """Pairs do not correlate with neighbours, pairs of the same Philox call, other heads or other keys."""
+    """Pairs do not correlate with neighbors, pairs of the same Philox call, other heads or other keys."""
     keep = np.stack(
         [_dropout.keep(_dropout.make_seeds(key, 2, 3), rate, 320, 320) for key in jax.random.split(KEY)]
     )

@@ -246,16 +246,16 @@ def patterns(dtype: str, first: int, end: int) -> np.ndarray:
     return np.arange(first, end, dtype=np.uint16).view(DTYPES[dtype])
 
 
-# Bits of the smallest and largest numbers for which sums of neighbours are normal and finite in float32.
+# Bits of the smallest and largest numbers for which sums of neighbors are normal and finite in float32.
 SUMMED = {"bfloat16": (0x0100, 0x7E00), "float16": (0x0000, 0x7BFF)}
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("dtype", SUMMED)
 def test_every_tie_is_rounded_to_even(dtype, sign):
-    """On the CPU, which converts with integer arithmetic: means of all neighbours, exact in float32, and beside them.
+    """On the CPU, which converts with integer arithmetic: means of all neighbors, exact in float32, and beside them.
 
-    With keys of 0 the output is the mean of four values: 3 times the lower and once the upper neighbour, each twice, or
+    With keys of 0 the output is the mean of four values: 3 times the lower and once the upper neighbor, each twice, or
     once and 3 times.
     """
     first, end = SUMMED[dtype]

@@ -195,7 +195,7 @@ def test_products_are_not_serialised(loops):
             assert sum("WARPGROUP.DEPBAR" in text for text in loop) == waits(name), name
 
 
-# What reads or writes global memory: loads, stores, atomics, the copy engine.
+# What reads or writes global memory: loads, stores, atomics, TMA.
 GLOBAL = re.compile(r"\b(LDG|STG|LD|ST|ATOM\w*|RED|UTMA\w*|UBLK\w*|UBLKRED|LDGSTS)\b")
 
 

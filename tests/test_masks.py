@@ -114,7 +114,7 @@ def probe(
     """Compare what the probe sees, forward and backward, with the definition of the mask."""
     q = np.zeros((batch, seqlen_q, num_heads, 8), dtype)
     k = np.zeros((batch, seqlen_kv, num_kv_heads, 8), dtype)
-    # One-hot vectors have at most so many entries; with more rows, neighbours share an entry.
+    # One-hot vectors have at most so many entries; with more rows, neighbors share an entry.
     one_hot_keys, one_hot_queries = (
         np.eye(min(size, columns), dtype=np.float64)[np.arange(size) // -(-size // columns)]
         for size in (seqlen_kv, seqlen_q)

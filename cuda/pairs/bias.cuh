@@ -159,7 +159,7 @@ __device__ __forceinline__ void for_each_bias(const Pairs& pairs, int row0, int 
   }
 }
 
-// Calls f(nt, i, elements) for each two neighbouring accumulators i, i + 1, with elements of 16 bits.
+// Calls f(nt, i, elements) for each two neighboring accumulators i, i + 1, with elements of 16 bits.
 template <int kNTiles, class Pairs, class F>
 __device__ __forceinline__ void for_each_two_biases(const Pairs& pairs, int row0, int column0, F f) {
   const int columns = pairs.column_limit() - column0 - accumulator_column(0, 0);

@@ -13,7 +13,7 @@
 
 namespace jax_flash::cuda {
 
-// How the bias is read: staged through shared memory, in pieces of 16 bytes; two neighbouring 16-bit elements
+// How the bias is read: staged through shared memory, in pieces of 16 bytes; two neighboring 16-bit elements
 // at once; or one element at a time. Kernels without room to stage a bias read it in place.
 enum class BiasFormat { kNone, kStaged, kTwo16Bit, kOne16Bit, kOne32Bit, kOne64Bit };
 

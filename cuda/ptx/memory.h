@@ -119,7 +119,7 @@ __device__ __forceinline__ void store_shared(uint32_t shared, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
 }
 
-// Adds kCount neighbouring floats to global memory without waiting for the result, with one instruction on
+// Adds kCount neighboring floats to global memory without waiting for the result, with one instruction on
 // compute capability 9.0. The address is aligned to 4 * kCount bytes.
 template <int kCount>
 __device__ __forceinline__ void reduce_add(float* global, const float (&value)[kCount]) {

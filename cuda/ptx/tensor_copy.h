@@ -1,5 +1,5 @@
-// The copy engine (TMA): one thread copies a box of a tensor between global and shared memory. Compute
-// capability 9.0.
+// TMA, the Tensor Memory Accelerator: one thread copies a box of a tensor between global and shared memory.
+// Compute capability 9.0.
 #pragma once
 
 #include <cuda.h>
@@ -71,7 +71,7 @@ __device__ __forceinline__ void global_proxy_fence() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Orders this thread's ordinary accesses to shared memory before later ones by the copy engine and wgmma.
+// Orders this thread's ordinary accesses to shared memory before later ones by TMA and wgmma.
 __device__ __forceinline__ void async_proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -44,7 +44,7 @@ __device__ __forceinline__ void keep_in_place(uint32_t (&r)[kTiles][4]) {
   }
 }
 
-// Describes a tile in shared memory whose rows are 128 or 64 bytes long and swizzled as by the copy engine:
+// Describes a tile in shared memory whose rows are 128 or 64 bytes long and swizzled as by TMA:
 // 16-byte chunk c of row r lies at chunk c ^ (r % 8), or at c ^ (r / 2 % 4) in rows of 64 bytes. A wider tile
 // is several of these side by side, `pitch` bytes apart. `address` is aligned to 8 rows; to reach later rows
 // and columns of a tile, add bytes / 16 to the descriptor. See PTX ISA, "Matrix descriptor".

@@ -1,12 +1,13 @@
 // Forward attention for few queries over many keys, as in decoding, with mma.sync and cp.async, for compute
 // capability 8.0 and up. It is bound by the memory that keys and values come from.
 //
-// The rows of a tile are all query heads of a key head (group_rows.cuh), or kRows of them, so a tile reads
-// keys once for all of them. The blocks of keys of a sequence, from the first to the last that any row sees,
-// are split evenly into parts, so that a cache that is not full yet occupies as many multiprocessors as a
-// full one. A thread block takes one part of a tile's keys: its warps share a ring of buffers with keys and
-// values in the order k, v, k, v, ..., and where there are several along the keys, their sums are merged at
-// the end. With more parts than one, a block leaves them in workspace, and a second kernel merges the parts.
+// The rows of a tile are those of all query heads of a key head, for every query (group_rows.cuh), or kRows
+// of them, so a tile reads keys once for all of them. The blocks of keys of a sequence, from the first to the
+// last that any row sees, are split evenly into parts, so that a cache that is not full yet occupies as many
+// multiprocessors as a full one. A thread block takes one part of a tile's keys: its warps share a ring of
+// buffers with keys and values in the order k, v, k, v, ..., and where there are several along the keys,
+// their sums are merged at the end. With more parts than one, a block leaves them in workspace, and a second
+// kernel merges the parts.
 //
 // How many parts there are depends on the shapes of a sequence, and not on the batch or the number of key
 // heads: so a sequence has the same bits alone and in a batch, on one device and with heads on several.

@@ -8,7 +8,7 @@
 // There is no transposing load for float32 and float64. So their mn-major operands are read as they lie, 16
 // bytes per lane, which changes the order of rows and columns:
 //   - the summed index k = 2t, 2t + 1 takes the place of the instruction's t, t + 4, in both operands;
-//   - W = 4 (of float64 2) neighbouring 8-column tiles are interleaved: column 8 nt + x of the instruction is
+//   - W = 4 (of float64 2) neighboring 8-column tiles are interleaved: column 8 nt + x of the instruction is
 //     column 8 W (nt / W) + W x + nt % W of the array. for_each_run and mn_major_accumulator_row undo this.
 // k-major float64 operands are read in the same way: a lane's 16 bytes are k = 2t, 2t + 1.
 #pragma once

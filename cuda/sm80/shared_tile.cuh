@@ -3,7 +3,7 @@
 // A row of kCols elements takes kRowBytes, 64 or a multiple of 128. Its 16-byte chunks are permuted within
 // each 128 bytes: chunk c of row r lies at chunk c ^ (r % 8), in rows of 64 bytes at c ^ (r / 2 % 4). So
 // ldmatrix, which reads one chunk of each of eight rows, finds them in different banks. Eight lanes that load
-// float64 read four chunks of each of two neighbouring rows, or two of each of four rows, every second one:
+// float64 read four chunks of each of two neighboring rows, or two of each of four rows, every second one:
 // there chunk c lies at c ^ (2 (r / 2 % 2) + 4 ((r + r / 4) % 2)).
 #pragma once
 

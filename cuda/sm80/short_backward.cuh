@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(Config::kThreads,
   constexpr int kNTiles = Config::kRows / 8, kColumnTiles = Config::kHeadDim / 8;
   const BackwardParams& params = arguments.params;
 
-  // ---- Tile: neighbouring blocks take neighbouring heads, which lie side by side in memory ----
+  // ---- Tile: neighboring blocks take neighboring heads, which lie side by side in memory ----
   const int num_heads = static_cast<int>(params.num_heads),
             num_kv_heads = static_cast<int>(params.num_kv_heads);
   const int kv_head = blockIdx.x % num_kv_heads, batch = blockIdx.x / num_kv_heads;

@@ -1,4 +1,5 @@
-// Forward attention of short sequences: the portable kernel, with a tile of as few rows as there may be.
+// Forward attention of short sequences: the portable kernel, with one tile for all rows and keys that such a
+// call may have.
 #pragma once
 
 #include "sm80/forward.cuh"

@@ -17,7 +17,7 @@
 // the query heads of a key head are divided into parts, each with tiles of its own, whose dk and dv are added
 // up afterwards, in a fixed order (num_head_parts in jax_flash/_kernel_choice.py chooses how many).
 //
-// dq, which other blocks share, is added to dq_accum by the copy engine (kWithDq), when deterministic in
+// dq, which other blocks share, is added to dq_accum by TMA (kWithDq), when deterministic in
 // turns, or left to backward_dq.cuh. Python chooses by speed (sums_dq in jax_flash/_kernel_choice.py).
 //
 //   warp 0      draws the next item; loads k, then q
@@ -62,7 +62,7 @@
 //                each consumer warp                                          dk and dv have left from their
 //                                                                            place
 //   dq full, of  4 or 8: a lane of each warp    block of         warp 3      dq in shared memory, until the
-//   64 rows      that writes them               queries                      copy engine has read it: dv may
+//   64 rows      that writes them               queries                      TMA has read it: dv may
 //   dq empty,    1: warp 3                      block of         those       leave from its place, but for
 //   likewise                                    queries          warps       kDvInDs; ds, if it is kept,
 //                                                                            until it has been copied
@@ -78,8 +78,8 @@
 //                                               for kByKeys                  a tile's end, what dk and dv
 //                                               without dq;                  overwrite; with halves also ds
 //                                               tile                         and p^T of the block before
-//   bar 2        256: both consumers            tile, with dq    both        dk and dv, which leave from the
-//                                                                            places of ds and dq, until the
+//   bar 2        256: both consumers            tile, with dq,   both        dk and dv, which leave from the
+//                                               not planes                   places of ds and dq, until the
 //                                                                            next tile writes there
 //   turn, in     1: warp 3, of each block of    64 rows of dq    warp 3      dq_accum when deterministic,
 //   memory       keys that adds to them                                      until later keys are added
@@ -1306,7 +1306,7 @@ inline Fragments dv_parts(const BackwardParams& params) {
   return {params.dv_parts, params.batch, params.num_head_parts, params.seqlen_kv, params.head_dim_v};
 }
 
-// Can the copy engine write ds, and does the kernel's general form run?
+// Can TMA write ds, and does the kernel's general form run?
 inline bool may_keep_ds(const BackwardParams& params) {
   return params.bias && has_tensor_map(params.batch * params.num_heads, params.seqlen_q, 1, params.seqlen_kv);
 }

@@ -36,8 +36,8 @@
 //   tail         1: warp 0 or 1, with TMA       block with rows  that warp   rows that it then fills with
 //                                               that do not                  zeros, before it arrives at
 //                                               count                        full itself
-//   bar 1 + c    128: consumer c                the only one     consumer c  q, which a product reads for
-//                                                                            all four warps, from dq
+//   bar 1 + c    128: consumer c                the only one,    consumer c  q, which a product reads for
+//                                               not planes                   all four warps, from dq
 #pragma once
 
 #include <cuda.h>

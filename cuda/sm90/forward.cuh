@@ -57,7 +57,8 @@
 //                one before it arrives                                       issue products (kPingPong)
 //   bar 1 +      128: consumer c waits          skipped block;   consumer c  a late warp from missing a
 //   kConsumers                                  tile without a               phase; q, which a product reads
-//   + c                                         buffer for out               for all four warps, from out
+//   + c                                         buffer for out,              for all four warps, from out
+//                                               but for planes
 #pragma once
 
 #include <cuda.h>

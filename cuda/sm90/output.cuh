@@ -1,4 +1,4 @@
-// Stores a warp's accumulators to shared memory, from which the copy engine (TMA) takes them.
+// Stores a warp's accumulators to shared memory, from which TMA takes them.
 #pragma once
 
 #include <cstdint>

@@ -40,7 +40,7 @@ struct Schedule {
 // False if there are too many tiles to number.
 inline bool make_schedule(const ForwardParams& params, int block_m, int64_t num_parts, int64_t tile_heads,
                           const LaunchContext& context, Schedule* schedule) {
-  constexpr int64_t kSectionBytes = 18 << 20;  // of keys and values: 9 and 26 MB were slower on 50 MB of L2
+  constexpr int64_t kSectionBytes = 18 << 20;  // of keys and values: 9 and 33 MB were slower on 50 MB of L2
   const int64_t num_heads = params.num_heads / tile_heads, total_heads = params.batch * num_heads;
   const int64_t num_m_blocks = ceil_div(params.seqlen_q * tile_heads, block_m);
   const int64_t num_tiles = total_heads * num_m_blocks * num_parts;

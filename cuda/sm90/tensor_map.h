@@ -1,4 +1,4 @@
-// Tensor maps (CUtensorMap), by which the copy engine (TMA) addresses a tensor. Host side.
+// Tensor maps (CUtensorMap), by which TMA addresses a tensor. Host side.
 #pragma once
 
 #include <cuda.h>
@@ -14,7 +14,7 @@
 
 namespace jax_flash::cuda::sm90 {
 
-// A row in shared memory has 64 elements of 16 bits, 128 bytes, the widest that the copy engine swizzles. A
+// A row in shared memory has 64 elements of 16 bits, 128 bytes, the widest that TMA swizzles. A
 // tile with wider rows is split into several tiles, chunks of its columns. Rows of small head dims have 32
 // elements, 64 bytes, swizzled by as many.
 inline constexpr int kChunkColumns = 64;
@@ -34,7 +34,7 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   return encoder;
 }
 
-// Can the copy engine read and write such a tensor? Sizes must not be 0, strides must be multiples of 16
+// Can TMA read and write such a tensor? Sizes must not be 0, strides must be multiples of 16
 // bytes and below 2^40.
 inline bool has_tensor_map(int64_t batch, int64_t seqlen, int64_t num_heads, int64_t head_dim) {
   return batch > 0 && seqlen > 0 && num_heads > 0 && head_dim > 0 && head_dim % 8 == 0 &&

@@ -1,4 +1,4 @@
-// Hopper's asynchronous hardware: barriers in shared memory, the copy engine, products of a warpgroup. What
+// Hopper's asynchronous hardware: barriers in shared memory, TMA, products of a warpgroup. What
 // is asynchronous happens at once or as late as it may, at random: a kernel that depends on either fails.
 #pragma once
 

@@ -16,7 +16,7 @@ struct MmaOperands {
   std::array<Register, 2> b;
 };
 
-// `element(registers, i)`: of 16 bytes, element i of a lane's registers. Lane l has `kPerLane` neighbouring k
+// `element(registers, i)`: of 16 bytes, element i of a lane's registers. Lane l has `kPerLane` neighboring k
 // in each register.
 template <int kPerLane, class Number, class Register, class F>
 void multiply(Number (&d)[4], const Register (&a)[4], const Register (&b)[2], F element) {
