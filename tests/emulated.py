@@ -45,6 +45,7 @@ def compiler() -> str | None:
     return os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
 
 
+@functools.cache
 def listed_kernels(**settings: str) -> list[tuple[str, str, str, int]]:
     """The rows of cuda/kernels.cmake: direction, arch, arithmetic, head dim. Needs CMake.
 

@@ -16,6 +16,7 @@ import oracle
 import pytest
 from cases import DTYPES, Case
 from closeness import assert_close
+from emulated import listed_kernels
 from jax.sharding import Mesh
 
 import jax_flash
@@ -121,12 +122,13 @@ def run_with_operands(case: Case, dtype: str, **more: Any) -> tuple[oracle.Resul
 
 
 def set_local_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: str, kind: str = "a GPU") -> None:
-    """Lets this process have such GPUs, and a library that was built for them, as far as the choice of kernels goes."""
+    """Lets this process have such GPUs, and a library with all kernels, as far as the choice of kernels goes."""
     gpus = [types.SimpleNamespace(device_kind=kind, compute_capability=x) for x in capabilities]
     monkeypatch.setattr(_ffi, "local_gpus", lambda: gpus)
     info = _library.build_info()
     if info["archs"]:
-        monkeypatch.setattr(_library, "build_info", lambda: info | {"archs": "80;90"})
+        info |= {"archs": "80;90", "kernels": [" ".join(map(str, row)) for row in listed_kernels()]}
+        monkeypatch.setattr(_library, "build_info", lambda: info)
 
 
 def mesh_of(*sizes: int, names: tuple[str, ...] = ("sequence",), **axis_types: Any) -> Mesh:

@@ -1034,8 +1034,9 @@ def lower_for_cuda(f, head_dim, dtype=jnp.float32):
 
 
 @BUILT_FOR_CUDA
-def test_lowering_for_cuda_refuses_what_it_cannot_do():
+def test_lowering_for_cuda_refuses_what_it_cannot_do(monkeypatch):
     """Lowering for a platform raises errors for its limits."""
+    harness.set_local_gpus(monkeypatch)
     lower_for_cuda(attention, 256)
     with pytest.raises(NotImplementedError, match=r'257.*implementation="xla"'):
         lower_for_cuda(attention, 257)
