@@ -308,7 +308,9 @@ def as_array(name: str, x: Any) -> jax.Array:
     try:
         return jnp.asarray(x)
     except TypeError:
-        raise TypeError(f"{name} must be an array of numbers or bools, got dtype {x.dtype}.") from None
+        if not isinstance(x, np.ndarray | np.generic):
+            raise
+        raise TypeError(f"{name} must have a dtype that JAX has, got {x.dtype}.") from None
 
 
 def _floating(name: str, x: Any) -> jax.Array:

@@ -19,6 +19,7 @@ STEP = 2.0**-200  # its square vanishes beside any result, and no derivative und
 
 def complex_step(f: Callable, x: Any, t: Any) -> Any:
     """The derivative of f at x along t, exact but for rounding: Im f(x + i h t) / h (Squire and Trapp, 1998)."""
+    assert all(isinstance(part, np.ndarray) for part in jax.tree.leaves(x))  # JAX has float32 by default
     moved = jax.tree.map(lambda x, t: x + 1j * STEP * t, x, t)
     return jax.tree.map(lambda y: y.imag / STEP, f(*moved))
 

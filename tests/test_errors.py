@@ -143,8 +143,8 @@ CALLS = {
     "integer slopes": (dict(bias=Alibi(i32(6))), TypeError, "slopes", "float", "int32"),
     "list of slopes": (dict(bias=Alibi([1.0] * 6)), TypeError, "slopes", "array", "list"),
     "integer mask": (dict(mask=i32(4, 5)), TypeError, "mask", "bool", "int32"),
-    "mask of strings": (dict(mask=np.array(["a"])), TypeError, "mask", "numbers or bools", "<U1"),
-    "bias of objects": (dict(bias=np.array([None])), TypeError, "bias", "numbers or bools", "object"),
+    "mask of strings": (dict(mask=np.array(["a"])), TypeError, "mask", "a dtype that JAX has", "<U1"),
+    "bias of objects": (dict(bias=np.array([None])), TypeError, "bias", "a dtype that JAX has", "object"),
     "mask is a bool": (dict(mask=True), TypeError, "mask", "array", "bool"),
     "mask of rank 5": (
         dict(mask=boolean(1, 2, 6, 4, 5)), ValueError, "mask", "[2, 6, 4, 5]", "[1, 2, 6, 4, 5]",

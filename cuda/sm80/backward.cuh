@@ -1,9 +1,9 @@
 // Backward attention with mma.sync and cp.async, for compute capability 8.0 and up (Dao, arXiv:2307.08691,
 // algorithm 2).
 //
-// A block keeps kBlockN rows of k and v of one key head, and the sums of their gradients (float32, for
-// float64 float64) in registers. It walks the blocks of queries that may see these keys, in every query head
-// of the group, recomputes the probabilities from lse and adds
+// A block keeps kBlockN rows of k and v of one key head, and the sums of their gradients (in float32; in
+// float64 for float64) in registers. It walks the blocks of queries that may see these keys, in every query
+// head of the group, recomputes the probabilities from lse and adds
 //   dv += p^T dout        ds = p * (dout v^T - delta)        dk += ds^T q        dq += ds k
 // Other blocks add to the same dq, so it goes to dq_accum by atomic additions; dq_accum is dq itself where
 // that has the type of the sums. In the deterministic case, and where there is no dq_accum, backward_dq.cuh

@@ -61,7 +61,7 @@
 //                consumer; else 8: a lane of                                 are done and, without dq, until
 //                each consumer warp                                          dk and dv have left from their
 //                                                                            place
-//   dq full, of  4 or 8: a lane of each warp    block of         warp 3      dq in shared memory, until the
+//   dq full, of  4 or 8: a lane of each warp    block of         warp 3      dq in shared memory, until
 //   64 rows      that writes them               queries                      TMA has read it: dv may
 //   dq empty,    1: warp 3                      block of         those       leave from its place, but for
 //   likewise                                    queries          warps       kDvInDs; ds, if it is kept,
