@@ -71,6 +71,11 @@ def listed_kernels(**settings: str) -> list[tuple[str, str, str, int]]:
     return [(direction, arch, arithmetic, int(head_dim)) for direction, arch, arithmetic, head_dim in rows]
 
 
+def kernel_names() -> list[str]:
+    """The listed kernels, named as in `build_info`."""
+    return [" ".join(map(str, row)) for row in listed_kernels()]
+
+
 def unit(template: str, direction: str, arch: str, arithmetics: list[str], head_dim: int) -> str:
     """The unit that CMake makes from cuda/kernel.cu.in for a row of cuda/kernels.cmake."""
     values = dict(DIRECTION=direction, ARCH=arch, HEAD_DIM=str(head_dim))
@@ -163,7 +168,7 @@ def install() -> None:
     for name in PASSES:
         handler = jax.ffi.pycapsule(getattr(library(), f"{name}_emulated"))
         jax.ffi.register_ffi_target(f"jax_flash_{name}_emulated", handler, platform="cpu")
-    kernels = [" ".join(map(str, row)) for row in listed_kernels()]
+    kernels = kernel_names()
     gpu = types.SimpleNamespace(device_kind="emulated", compute_capability=f"{capability[0]}.{capability[1]}")
     _ffi.local_gpus = lambda: [gpu]
     build_info = _ffi.build_info
