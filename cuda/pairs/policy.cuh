@@ -6,6 +6,8 @@
 // is_general (options.cuh) choose among kernels and loops at run time.
 #pragma once
 
+#include "arithmetic.h"
+
 namespace jax_flash::cuda {
 
 // Do the calls that a loop serves have an option? kMaybe: the loop tests for it.
@@ -31,6 +33,11 @@ inline constexpr PairPolicy kStagedBiasOnly{Presence::kNever, Presence::kAlways,
 inline constexpr PairPolicy kAnyPairs{Presence::kMaybe, Presence::kMaybe, true};
 // For kernels without shared memory to stage a bias in: they read every bias in place.
 inline constexpr PairPolicy kAnyPairsUnstaged{Presence::kMaybe, Presence::kNever, true};
+
+// Do kernels for tangents, and for dq alone, have a form without options? In float64 the general one serves
+// all calls: both forms would take a sixth longer to build.
+template <class Arithmetic>
+inline constexpr bool kHasPlainForm = !kIs64Bit<Arithmetic>;
 
 // Is an option present? Calls ask() only where the policy leaves that open.
 template <Presence kPresence, class F>

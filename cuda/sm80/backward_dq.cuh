@@ -219,9 +219,12 @@ Status launch_backward_dq(const BackwardParams& params, const LaunchContext& con
 
 template <class Arithmetic, int kHeadDim>
 Status backward_dq(const BackwardParams& params, const LaunchContext& context) {
-  return has_pair_options(params)
-             ? launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, kAnyPairsUnstaged>>(params, context)
-             : launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, kNoPairs>>(params, context);
+  if constexpr (kHasPlainForm<Arithmetic>) {
+    if (!has_pair_options(params)) {
+      return launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, kNoPairs>>(params, context);
+    }
+  }
+  return launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, kAnyPairsUnstaged>>(params, context);
 }
 
 }  // namespace jax_flash::cuda::sm80

@@ -524,9 +524,12 @@ Status launch_backward_tangent(const BackwardTangentParams& params, const Launch
 
 template <class Arithmetic, int kHeadDim, BackwardTile kTile>
 Status launch_backward_tangent_tile(const BackwardTangentParams& params, const LaunchContext& context) {
-  return has_pair_options(params)
-             ? launch_backward_tangent<Arithmetic, kHeadDim, kTile, kAnyPairsUnstaged>(params, context)
-             : launch_backward_tangent<Arithmetic, kHeadDim, kTile, kNoPairs>(params, context);
+  if constexpr (kHasPlainForm<Arithmetic>) {
+    if (!has_pair_options(params)) {
+      return launch_backward_tangent<Arithmetic, kHeadDim, kTile, kNoPairs>(params, context);
+    }
+  }
+  return launch_backward_tangent<Arithmetic, kHeadDim, kTile, kAnyPairsUnstaged>(params, context);
 }
 
 template <class Arithmetic, int kHeadDim>

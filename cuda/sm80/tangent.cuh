@@ -398,9 +398,12 @@ Status launch_tangent(const TangentParams& params, const LaunchContext& context)
 
 template <class Arithmetic, int kHeadDim>
 Status tangent(const TangentParams& params, const LaunchContext& context) {
-  return has_pair_options(params)
-             ? launch_tangent<TangentConfig<Arithmetic, kHeadDim, kAnyPairsUnstaged>>(params, context)
-             : launch_tangent<TangentConfig<Arithmetic, kHeadDim, kNoPairs>>(params, context);
+  if constexpr (kHasPlainForm<Arithmetic>) {
+    if (!has_pair_options(params)) {
+      return launch_tangent<TangentConfig<Arithmetic, kHeadDim, kNoPairs>>(params, context);
+    }
+  }
+  return launch_tangent<TangentConfig<Arithmetic, kHeadDim, kAnyPairsUnstaged>>(params, context);
 }
 
 }  // namespace jax_flash::cuda::sm80
