@@ -1,6 +1,11 @@
 // Splitting the keys of a sequence over thread blocks: each leaves its part of every row in workspace, and a
 // second kernel merges the parts. Python decides how many there are (num_key_parts in
 // jax_flash/_kernel_choice.py).
+//
+// Short parts make enough blocks for a single sequence, but in a large batch they take time: each is written
+// and read. So a block of the decoding kernel may take a group of kGroupParts neighbors and merge them
+// itself. A row has the same bits either way: its parts are merged from left to right in each group, and then
+// the groups, too.
 #pragma once
 
 #include <algorithm>
@@ -29,6 +34,21 @@ struct alignas(8) RowPart {
   __device__ __forceinline__ float factor(float new_max_log2) const {
     return sum == 0 ? 0 : ptx::exp2_approx(max_log2 - new_max_log2);
   }
+};
+
+// Two neighboring parts of a row as one. Sums of p v of an empty part must be 0. The operations are the same
+// wherever it is done: an fmaf and its addend are never contracted in another way.
+struct PartMerge {
+  RowPart total;
+  float left, right;  // factors
+
+  __device__ __forceinline__ PartMerge(const RowPart& a, const RowPart& b) {
+    total.max_log2 = fmaxf(a.sum == 0 ? -INFINITY : a.max_log2, b.sum == 0 ? -INFINITY : b.max_log2);
+    left = a.factor(total.max_log2), right = b.factor(total.max_log2);
+    total.sum = (*this)(a.sum, b.sum);
+  }
+
+  __device__ __forceinline__ float operator()(float a, float b) const { return fmaf(b, right, a * left); }
 };
 
 // The workspace [parts, B, T, N, columns + 4]: of each part of a row its sum of p v, then its RowPart in a
@@ -70,87 +90,77 @@ struct PartRows {
 
 // ---- Merging the parts ----
 
-// A group of threads has a row's columns, four each. Up to kGroups of them share a row: each takes every
-// `slices`-th part.
-template <int kHeadDim>
+inline constexpr int kGroupParts = 4;
+
+// A team of threads has a row's columns, four each. Up to kTeams of them, `slices`, share a row: each merges
+// `run` neighboring parts from left to right, and the first one what the teams have, likewise.
+template <int kHeadDim_>
 struct CombineConfig {
-  static constexpr int kThreads = 512, kVectors = kHeadDim / 4, kGroups = kThreads / kVectors;
-  static constexpr int kAtOnce = 8;  // parts that a group loads before it adds them
-  static int slices(int64_t num_parts) {
-    int slices = 1;
-    while (slices < kGroups && slices * kAtOnce < num_parts) slices *= 2;
-    return slices;
-  }
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kThreads = 512, kVectors = kHeadDim / 4, kTeams = kThreads / kVectors;
+  static constexpr int kAtOnce = 8;  // parts that a team loads before it merges them
 };
 
 // out and lse.
 template <class Arithmetic, int kHeadDim>
 __global__ void __launch_bounds__(CombineConfig<kHeadDim>::kThreads, 2)
-    combine_kernel(const __grid_constant__ ForwardParams params, int slices) {
+    combine_kernel(const __grid_constant__ ForwardParams params, int slices, int run) {
   using Config = CombineConfig<kHeadDim>;
-  constexpr int kVectors = Config::kVectors, kGroups = Config::kGroups, kAtOnce = Config::kAtOnce;
-  const int group = threadIdx.x / kVectors, column = threadIdx.x % kVectors * 4;
-  const int slice = group % slices;
+  constexpr int kVectors = Config::kVectors, kTeams = Config::kTeams, kAtOnce = Config::kAtOnce;
+  const int team = threadIdx.x / kVectors, column = threadIdx.x % kVectors * 4;
+  const int slice = team % slices;
   const PartRows rows(params);
-  const int64_t row = int64_t{blockIdx.x} * (kGroups / slices) + group / slices;
+  const int64_t row = int64_t{blockIdx.x} * (kTeams / slices) + team / slices;
   const int num_parts = row < rows.num_rows ? static_cast<int>(params.num_key_parts) : 0;
   ptx::wait_for_grid_before();
 
   RowPart total{-INFINITY, 0};
   float sum[4] = {};  // of p v, relative to total.max_log2
-  auto rescale = [&](float maximum) {
-    const float factor = total.factor(maximum);
-    total = {maximum, total.sum * factor};
-#pragma unroll
-    for (float& x : sum) x *= factor;
+  auto merge = [&](const RowPart& part, const float4& x) {
+    const PartMerge merge(total, part);
+    total = merge.total;
+    sum[0] = merge(sum[0], x.x), sum[1] = merge(sum[1], x.y);
+    sum[2] = merge(sum[2], x.z), sum[3] = merge(sum[3], x.w);
   };
-  auto add = [&](const RowPart& part, const float4& x) {
-    const float factor = part.factor(total.max_log2);
-    total.sum += part.sum * factor;
-    sum[0] += x.x * factor, sum[1] += x.y * factor, sum[2] += x.z * factor, sum[3] += x.w * factor;
-  };
+  const int run_end = min(num_parts, (slice + 1) * run);
+  const float* const part0 = rows.row(0, row);
+  const int64_t stride = rows.row(1, 0) - rows.row(0, 0);
 #pragma unroll 1
-  for (int first = slice; first < num_parts; first += kAtOnce * slices) {
+  for (int first = slice * run; first < run_end; first += kAtOnce) {
     // Loads without a condition, so that the compiler starts them all before it uses the first. Where there
     // is nothing, they repeat something else.
+    auto part_row = [&](int i) { return part0 + min(first + i, run_end - 1) * stride; };
     RowPart parts[kAtOnce];
     float4 x[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int part = first + i * slices;
-      parts[i] = *reinterpret_cast<const RowPart*>(rows.row(min(part, num_parts - 1), row) + rows.columns);
-      if (part >= num_parts) parts[i].sum = 0;
+      parts[i] = *reinterpret_cast<const RowPart*>(part_row(i) + rows.columns);
+      if (first + i >= run_end) parts[i].sum = 0;
     }
-    float maximum = total.max_log2;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const bool is_empty = parts[i].sum == 0;
-      const int part = min(first + i * slices, num_parts - 1);
-      x[i] = *reinterpret_cast<const float4*>(rows.row(part, row) +
-                                              (is_empty ? rows.columns : min(column, rows.columns - 4)));
-      if (!is_empty) maximum = fmaxf(maximum, parts[i].max_log2);
+      const int from = is_empty ? rows.columns : min(column, rows.columns - 4);
+      x[i] = *reinterpret_cast<const float4*>(part_row(i) + from);
+      if (is_empty) x[i] = make_float4(0, 0, 0, 0);
     }
-    rescale(maximum);
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (parts[i].sum != 0) add(parts[i], x[i]);
-    }
+    for (int i = 0; i < kAtOnce; ++i) merge(parts[i], x[i]);
   }
 
-  __shared__ float group_sums[kGroups][kHeadDim];
-  __shared__ float group_totals[kGroups][2];
+  __shared__ float team_sums[kTeams][kHeadDim];
+  __shared__ float team_totals[kTeams][2];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) group_sums[group][column + i] = sum[i];
+  for (int i = 0; i < 4; ++i) team_sums[team][column + i] = sum[i];
   if (column == 0) {
-    group_totals[group][0] = total.max_log2;
-    group_totals[group][1] = total.sum;
+    team_totals[team][0] = total.max_log2;
+    team_totals[team][1] = total.sum;
   }
   __syncthreads();
   if (slice > 0 || row >= rows.num_rows) return;
-  for (int other = group + 1; other < group + slices; ++other) {
-    rescale(fmaxf(total.max_log2, group_totals[other][0]));
-    const float* x = &group_sums[other][column];
-    add({group_totals[other][0], group_totals[other][1]}, make_float4(x[0], x[1], x[2], x[3]));
+  for (int other = team + 1; other < team + slices; ++other) {
+    const float* x = &team_sums[other][column];
+    merge({team_totals[other][0], team_totals[other][1]}, make_float4(x[0], x[1], x[2], x[3]));
   }
 
   const int64_t rows_of_batch = params.seqlen_q * params.num_heads;
@@ -171,15 +181,23 @@ __global__ void __launch_bounds__(CombineConfig<kHeadDim>::kThreads, 2)
   if (column == 0) static_cast<float*>(params.lse)[row] = end.lse;
 }
 
+// Teams of threads share a block evenly only where the head dim is a power of two.
+template <int kHeadDim>
+using CombineConfigOf =
+    CombineConfig<std::max(64, static_cast<int>(std::bit_ceil(static_cast<unsigned>(kHeadDim))))>;
+
+// `run`: how many parts a team merges, where that is to be a group; 0: as many as fit best. All parts of a
+// row are at most kTeams runs.
 template <class Arithmetic, int kHeadDim>
-Status launch_combine(const ForwardParams& params, const LaunchContext& context) {
-  // Its groups of threads share a block evenly only where the head dim is a power of two.
-  constexpr int kColumns = std::max(64, static_cast<int>(std::bit_ceil(static_cast<unsigned>(kHeadDim))));
-  using Config = CombineConfig<kColumns>;
-  const int slices = Config::slices(params.num_key_parts);
-  const int64_t blocks = ceil_div(PartRows(params).num_rows, Config::kGroups / slices);
-  return launch_early(combine_kernel<Arithmetic, kColumns>, blocks, Config::kThreads, 0, context, params,
-                      slices);
+Status launch_combine(const ForwardParams& params, const LaunchContext& context, int64_t run = 0) {
+  using Config = CombineConfigOf<kHeadDim>;
+  const int64_t num_parts = params.num_key_parts;
+  int64_t slices = 1;
+  while (slices < Config::kTeams && slices * (run > 0 ? run : Config::kAtOnce) < num_parts) slices *= 2;
+  if (run == 0) run = ceil_div(num_parts, slices);
+  const int64_t blocks = ceil_div(PartRows(params).num_rows, Config::kTeams / slices);
+  return launch_early(combine_kernel<Arithmetic, Config::kHeadDim>, blocks, Config::kThreads, 0, context,
+                      params, static_cast<int>(slices), static_cast<int>(run));
 }
 
 }  // namespace jax_flash::cuda

@@ -85,14 +85,26 @@ def num_key_parts(
         # takes_few_queries in cuda/sm90/forward.cuh
         if in_tiles and seqlen_q * math.gcd(group, 64) >= 128 and keys >= 2048 and head_dim <= 128:
             return min(16, max(2, keys // 2048))
-        # A part writes 4 bytes for each row and column, so longer sequences have longer parts; of 1,024 keys at most,
-        # so that a long sequence alone has parts for all multiprocessors of a GPU.
-        part = 256 if keys <= 4096 else 512 if keys < 8192 else 1024
-        return -(-keys // part)
+        columns = kernel_head_dim("decode sm80", q.dtype, head_dim)
+        return _num_parts_of_few_queries(seqlen_q * group, keys, q.dtype.itemsize * columns)
     # A few hundred queries are too few tiles. Not in a window: there a shard would have other parts than the whole.
     if not in_tiles or keys < seqlen_kv or seqlen_q > 1024 or keys < 16 * seqlen_q:
         return 0
     return _num_parts_of_tiles(seqlen_q, group, keys, head_dim)
+
+
+def _num_parts_of_few_queries(rows: int, keys: int, row_bytes: int) -> int:
+    """The number of parts for all rows of a key head, in the kernel for decoding."""
+    if keys > 32768:
+        # With 8 key heads, whole rounds of three thread blocks a multiprocessor, of 1,024 keys or some more.
+        in_round = 3 * _HOPPER_MULTIPROCESSORS / 8
+        parts = int(in_round * max(1, int(keys / 1024 / in_round + 0.25)))
+        # kMaxPartBlocks in cuda/sm80/decode.cuh
+        return max(parts, -(-keys // (2048 if row_bytes <= 256 else 1024)))
+    # A part writes 4 bytes for each row and column; short ones fill a GPU even if a sequence is alone. Of up to 8 rows
+    # (kGroupRows), a thread block merges those of 1,024 keys in a large batch, so they can be shorter.
+    length = keys // 2 if rows <= 8 else keys
+    return -(-keys // (256 if length < 4096 else 512 if length < 8192 else 1024))
 
 
 def _num_parts_of_tiles(seqlen_q: int, group: int, keys: int, head_dim: int) -> int:

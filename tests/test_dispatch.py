@@ -348,6 +348,7 @@ def test_when_planes_pay(call, pay):
 
 DECODE = [
     "decode sm80 bfloat16 64",
+    "decode sm80 bfloat16 128",
     "decode sm80 bfloat16 256",
     "decode sm80 tf32 64",
     "forward sm80 bfloat16 256",
@@ -367,10 +368,18 @@ def num_parts(
     ("call", "parts"),
     [
         (dict(s=1024), 4),
-        (dict(s=4097), 9),
-        (dict(s=8191), 16),
-        (dict(s=8192), 8),
-        (dict(s=131072), 128),
+        (dict(s=4097), 17),
+        (dict(s=8191), 32),
+        (dict(s=8192), 16),
+        (dict(s=16383), 32),
+        (dict(s=16384), 16),
+        (dict(s=32768), 32),
+        (dict(s=32769), 49),  # a round of 396 thread blocks
+        (dict(s=65536), 49),
+        (dict(s=100_000), 99),
+        (dict(s=131072), 99),
+        (dict(t=2, n=32, s=8192), 16),  # 8 rows of a key head
+        (dict(t=3, n=24, s=8192), 8),
         (dict(s=256), 1),
         (dict(s=257), 2),
         (dict(s=1), 1),
@@ -381,14 +390,15 @@ def num_parts(
         (dict(t=16, n=33, k=11), 8),
         (dict(s=131072, local_window_size=(500, 0)), 3),
         (dict(s=131072, local_window_size=(500, None), is_causal=True), 3),
-        (dict(s=131072, local_window_size=(500, None)), 128),
+        (dict(s=131072, local_window_size=(500, None)), 99),
         (dict(s=300, local_window_size=500), 2),
-        (dict(h=256), 8),
+        (dict(h=256), 16),
+        (dict(h=256, s=65536), 64),  # of at most 32 blocks of 32 keys
         (dict(hv=257), 0),
-        (dict(h=64, hv=64, dtype="float32"), 8),
+        (dict(h=64, hv=64, dtype="float32"), 16),
         (dict(dtype="float32"), 0),  # no such kernel
         (dict(operands=("dropout_seeds",)), 0),
-        (dict(operands=("bias", "mask")), 8),
+        (dict(operands=("bias", "mask")), 16),
         (dict(s=0), 0),
         (dict(t=0), 0),
         (dict(n=0, k=0), 0),
@@ -408,7 +418,7 @@ def test_number_of_parts(call, parts, monkeypatch):
         (dict(t=16, n=48), 8, 8),
         (dict(t=16, n=128), 4, 8),
         (dict(t=8, n=16, k=1), 4, 8),
-        (dict(t=16, n=64, s=131072), 16, 128),
+        (dict(t=16, n=64, s=131072), 16, 99),
         (dict(t=16, n=64, s=2048), 2, 8),
         (dict(t=16, n=64, s=2047), 8, 8),  # few keys
         (dict(t=16, n=64, page_size=16), 4, 8),

@@ -562,11 +562,14 @@ def test_a_head_does_not_depend_on_the_others(head_dim, platform):
 @pytest.mark.parametrize("queries", [1, 5, 16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_cached_sequence_does_not_depend_on_the_others(head_dim, queries, options, platform):
-    """Into which parts the keys are split does not depend on the batch or on the number of key heads."""
-    batch, heads, keys = 3, 16, 2200
+    """Into which parts the keys are split, and in which order they are merged, depends on a sequence's shape alone.
+
+    On a GPU the batch is large enough for thread blocks that merge parts of up to 8 rows.
+    """
+    batch, heads, keys = 80 if platform == "cuda" else 3, 16, 2200
     q = random(batch, queries, heads, head_dim, dtype=DTYPES["bfloat16"])
     k, v = (random(batch, keys, 2, head_dim, seed=seed, dtype=DTYPES["bfloat16"]) for seed in (1, 2))
-    lengths = np.array([2200, 333, 16], np.int32)
+    lengths = np.resize(np.array([2200, 333, 16], np.int32), batch)
     operands = dict(key_value_seq_lengths=lengths, query_offset=lengths - queries)
     if options == "all":
         operands |= dict(
@@ -576,7 +579,7 @@ def test_a_cached_sequence_does_not_depend_on_the_others(head_dim, queries, opti
         )
     f = jax.jit(functools.partial(jax_flash.flash_attention, is_causal=True, return_residual=True))
     out, lse = f(q, k, v, **operands)
-    for b in range(batch):
+    for b in range(3):
         for head in range(2):
             own = slice(b, b + 1), slice(8 * head, 8 * head + 8)
             alone = {name: x[own[0]] for name, x in operands.items() if name != "sinks"}
@@ -586,6 +589,46 @@ def test_a_cached_sequence_does_not_depend_on_the_others(head_dim, queries, opti
             one = f(q[own[0], :, own[1]], *cache, **alone)
             np.testing.assert_array_equal(out[own[0], :, own[1]], one[0])
             np.testing.assert_array_equal(lse[own[0], :, own[1]], one[1])
+
+
+@pytest.mark.parametrize("options", ["lengths", "all"])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [("bfloat16", 64), ("float16", 128), ("bfloat16", 256), ("float32", 40)]
+)
+@pytest.mark.parametrize("keys", [900, 2200, 9000])
+def test_thread_blocks_that_merge_parts_of_keys(keys, dtype, head_dim, options, platform):
+    """The bits are those of blocks with a part each; a group may be whole, cut off, or empty."""
+    if platform == "cpu":
+        pytest.skip("of CUDA kernels")
+    batch, heads = 4, 8
+    q = random(batch, 1, heads, head_dim, dtype=DTYPES[dtype])
+    k, v = (random(batch, keys, 2, head_dim, seed=seed, dtype=DTYPES[dtype]) for seed in (1, 2))
+    lengths = np.array([keys, keys // 2, 1, 0], np.int32)
+    operands = dict(key_value_seq_lengths=lengths)
+    if options == "all":
+        blocks = np.repeat(
+            np.random.default_rng(3).random((batch, 1, 1, -(-keys // 128))) < 0.3, 128, axis=-1
+        )
+        operands |= dict(
+            bias=random(batch, heads, 1, keys, seed=4),
+            mask=np.asarray(random(batch, heads, 1, keys, seed=5) < 1) & blocks[..., :keys],
+            sinks=random(heads, seed=6),
+        )
+    results = []
+    for tile in ("short", "long"):
+        with harness.cuda_settings(tile=tile):
+            f = jax.jit(
+                lambda *args, **options: jax_flash.flash_attention(*args, **options, return_residual=True)
+            )
+            results.append(jax.device_get(f(q, k, v, **operands)))
+    (out, lse), (merged_out, merged_lse) = results
+    np.testing.assert_array_equal(merged_out, out)
+    np.testing.assert_array_equal(merged_lse, lse)
+    want = jax_flash.flash_attention(
+        *(x.astype(jnp.float32) for x in (q, k, v)), **operands, return_residual=True, implementation="xla"
+    )
+    np.testing.assert_allclose(out.astype(np.float32), want[0], atol=1e-2 if dtype != "float32" else 1e-3)
+    np.testing.assert_allclose(lse, want[1], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("queries", [260, 1])

@@ -94,6 +94,11 @@ __device__ __forceinline__ void load_shared_x2(float (&r)[2], uint32_t shared) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(r[0]), "=f"(r[1]) : "r"(shared) : "memory");
 }
 
+// Stores 8 bytes to an address aligned to 8 bytes.
+__device__ __forceinline__ void store_shared_x2(uint32_t shared, const float (&r)[2]) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared), "f"(r[0]), "f"(r[1]) : "memory");
+}
+
 // Stores 16 bytes to an address aligned to 16 bytes.
 __device__ __forceinline__ void store_shared_x4(uint32_t shared, const float (&r)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(r[0]), "f"(r[1]), "f"(r[2]),

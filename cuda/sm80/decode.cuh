@@ -4,15 +4,18 @@
 // The rows of a tile are those of all query heads of a key head, for every query (group_rows.cuh), or kRows
 // of them, so a tile reads keys once for all of them. The blocks of keys of a sequence, from the first to the
 // last that any row sees, are split evenly into parts, so that a cache that is not full yet occupies as many
-// multiprocessors as a full one. A thread block takes one part of a tile's keys: its warps share a ring of
-// buffers with keys and values in the order k, v, k, v, ..., and where there are several along the keys,
-// their sums are merged at the end. With more parts than one, a block leaves them in workspace, and a second
-// kernel merges the parts.
+// multiprocessors as a full one. A thread block takes one part of a tile's keys, or in a large batch a group
+// of neighboring ones: its warps share a ring of buffers with keys and values in the order k, v, k, v, ....
+// Where there are several warps along the keys, their sums are merged at the end of each part, through the
+// buffer that was read last, while keys of the next part are on their way. What a block leaves in workspace
+// is merged by a second kernel (key_parts.cuh).
 //
-// How many parts there are depends on the shapes of a sequence, and not on the batch or the number of key
-// heads: so a sequence has the same bits alone and in a batch, on one device and with heads on several.
+// How many parts there are, and in which order they are merged, depends on the shapes of a sequence, and not
+// on the batch or the number of key heads: so a sequence has the same bits alone and in a batch, on one
+// device and with heads on several.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -25,6 +28,7 @@
 #include "pairs.cuh"
 #include "params.h"
 #include "ptx/grid.h"
+#include "ptx/memory.h"
 #include "sm80/product.cuh"
 #include "sm80/shared_tile.cuh"
 #include "softmax.cuh"
@@ -43,6 +47,8 @@ struct DecodeArguments {
   PairOptions pairs;
   HeadRows q, k, v;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv]; k and v may be pages
   int row_tiles;     // of a key head
+  int block_parts;   // of keys, one after the other in a thread block
+  int num_stored;    // what blocks of the same rows leave in workspace; 1: the block writes out and lse
 };
 
 // ---- A part of the keys ----
@@ -64,10 +70,17 @@ struct DecodeConfig {
   using KvTile = SharedTile<Arithmetic, kBlockN, kHeadDim>;
   using WarpKvTile = SharedTile<Arithmetic, kWarpKeys, kHeadDim>;
   static constexpr int kSharedBytes = QTile::kBytes + kStages * KvTile::kBytes;
-  // The sums of the warps along the keys take the place of keys and values. A lane of each has 16 bytes for
-  // each tile of accumulators and as much for its rows' maxima and sums.
-  static constexpr int kVectors = kHeadDim / 8 + 1;
-  static_assert(kKeyWarps == 1 || kThreads * kVectors * 16 <= kStages * KvTile::kBytes);
+
+  // At the end of a part, a warp leaves upper or lower rows of its accumulators: of each lane 8 bytes for a
+  // row's maximum and sum, and as much for each tile. Those of the warps along the keys fit in a buffer.
+  static constexpr int kPairBytes = 32 * 8, kHalfBytes = (1 + kHeadDim / 8) * kPairBytes;
+  static_assert(kTile.row_warps * (kKeyWarps - 1) * kHalfBytes <= KvTile::kBytes);
+
+  // The first warp leaves what has been merged of a group behind the buffers: upper rows alone, or three
+  // thread blocks would not fit on a multiprocessor.
+  static constexpr bool kHasGroups = !kManyRows;
+  static constexpr int kGroupRows = 8, kGroupBlocks = 1024 / kBlockN;
+  static constexpr int kBlocksPerSm = kHasGroups && kSharedBytes <= 70 * 1024 ? 3 : 2;
 };
 
 // The blocks of a part in which mask and segments leave any pair of the rows visible, and those in which they
@@ -105,8 +118,45 @@ __device__ __forceinline__ int take_block(uint32_t& blocks) {
   return block;
 }
 
+// Upper (h = 0) or lower rows of a warp's accumulators in shared memory, and with each its RowPart.
+template <int kTiles>
+struct SharedRows {
+  uint32_t base;
+
+  __device__ __forceinline__ uint32_t pair(int i) const { return base + 256 * i + 8 * lane_id(); }
+
+  __device__ __forceinline__ void store(const RowPart& end, const float (&acc)[1][kTiles][4], int h) const {
+    const float values[2] = {end.max_log2, end.sum};
+    ptx::store_shared_x2(pair(0), values);
+#pragma unroll
+    for (int nt = 0; nt < kTiles; ++nt) {
+      const float x[2] = {acc[0][nt][2 * h], acc[0][nt][2 * h + 1]};
+      ptx::store_shared_x2(pair(1 + nt), x);
+    }
+  }
+
+  __device__ __forceinline__ RowPart end() const {
+    float values[2];
+    ptx::load_shared_x2(values, pair(0));
+    return {values[0], values[1]};
+  }
+
+  // Merges these rows, on the left, with the warp's.
+  __device__ __forceinline__ void merge_into(RowPart& end, float (&acc)[1][kTiles][4], int h) const {
+    const PartMerge merge(this->end(), end);
+    end = merge.total;
+#pragma unroll
+    for (int nt = 0; nt < kTiles; ++nt) {
+      float x[2];
+      ptx::load_shared_x2(x, pair(1 + nt));
+#pragma unroll
+      for (int c = 0; c < 2; ++c) acc[0][nt][2 * h + c] = merge(x[c], acc[0][nt][2 * h + c]);
+    }
+  }
+};
+
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads)
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     decode_kernel(const __grid_constant__ DecodeArguments arguments) {
   using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
@@ -127,7 +177,7 @@ __global__ void __launch_bounds__(Config::kThreads)
   const int num_kv_heads = static_cast<int>(params.num_kv_heads);
   const int kv_head = index % num_kv_heads;
   const int batch = index / num_kv_heads % static_cast<int>(params.batch);
-  const int part = index / num_kv_heads / static_cast<int>(params.batch);
+  const int stored = index / num_kv_heads / static_cast<int>(params.batch);
   const GroupRows rows(params);
   const int first_head = kv_head * rows.group, first_tile_row = row_tile * Config::kRows;
 
@@ -136,8 +186,9 @@ __global__ void __launch_bounds__(Config::kThreads)
   const int num_parts = static_cast<int>(params.num_key_parts);
   const int part_blocks =
       max(Config::kMinPartBlocks, (seen.end - seen.begin + num_parts - 1) / num_parts);  // but for the last
-  const int first_block = seen.begin + part * part_blocks;
-  const int num_blocks = max(0, min(seen.end - first_block, part_blocks));
+  const int block_parts = Config::kHasGroups ? arguments.block_parts : 1;
+  const int first_block = seen.begin + stored * block_parts * part_blocks;
+  const int num_blocks = max(0, min(seen.end - first_block, block_parts * part_blocks));
   PartBlocks blocks;
   blocks.visible = blocks.whole = num_blocks == 32 ? ~0u : (1u << num_blocks) - 1;
   if constexpr (kMayHaveMask) {
@@ -218,10 +269,6 @@ __global__ void __launch_bounds__(Config::kThreads)
   const GroupMask mask(queries, rows, warp_row, 16);
   const GroupPairs pairs(params, arguments.pairs, batch, kv_head, rows);
   const KMajorA<Products, QTile, 1> q(sQ, 16 * row_warp);
-  float out[1][kOutTiles][4];  // [16, kHeadDim], the sum over this warp's keys
-  clear(out);
-  OnlineSoftmax<1> softmax;
-
   // An item's buffer, and the next one that is free: that of the item before it.
   int stage = 0;
   auto move_stage = [&] { stage = stage + 1 == kStages ? 0 : stage + 1; };
@@ -230,100 +277,101 @@ __global__ void __launch_bounds__(Config::kThreads)
   Source& later_with_keys = kStages % 2 ? k_source : v_source;  // of item i + kStages - 1, for even i
   Source& later_with_values = kStages % 2 ? v_source : k_source;
 
+  float out[1][kOutTiles][4];  // [16, kHeadDim], the sum over this warp's keys
+  RowPart ends[2];
 #pragma unroll 1
-  while (blocks.visible) {
-    const int block = take_block(blocks.visible);
-    const int n_start = row_of_block(block) + warp_key;
-    const bool hidden = mask.hides(n_start, kWarpKeys);
-    RegisterA<Products, 1, kNTiles> p;
+  for (int part_end = 0; part_end == 0 || part_end < num_blocks;) {
+    const int part_begin = part_end;
+    part_end += part_blocks;
+    const bool is_last = part_end >= num_blocks;
+    uint32_t remaining = is_last ? blocks.visible : blocks.visible & ((1u << part_end) - 1);  // of this part
+    blocks.visible ^= remaining;
+    clear(out);
+    OnlineSoftmax<1> softmax;
 
-    // ---- scores = q k^T ----
-    wait_item();
-    load_item(later_with_keys, free_stage());
-    if (!hidden) {
-      float scores[1][kNTiles][4];  // [16, kWarpKeys]
-      clear(scores);
-      multiply_add<Products, kHeadDim / kStepK<Products>>(scores, q,
-                                                          KMajorB<Products, WarpKvTile>(warp_tile(), 0));
+#pragma unroll 1
+    while (remaining) {
+      const int block = take_block(remaining);
+      const int n_start = row_of_block(block) + warp_key;
+      const bool hidden = mask.hides(n_start, kWarpKeys);
+      RegisterA<Products, 1, kNTiles> p;
 
-      // ---- Mask, softmax ----
-      if constexpr (kMayHaveOthers) {
-        transform_scores(scores, pairs, arguments.logit, warp_row, n_start);
-      } else {
-        transform_scores(scores, arguments.logit);
-      }
-      if constexpr (kMayHaveMask) {
-        if (!(blocks.whole >> block & 1)) {
-          PairBits<kNTiles> visible[1];
-          load_visible(visible, pairs, warp_row, n_start);
-          fill_unset(scores, visible, -INFINITY);
+      // ---- scores = q k^T ----
+      wait_item();
+      load_item(later_with_keys, free_stage());
+      if (!hidden) {
+        float scores[1][kNTiles][4];  // [16, kWarpKeys]
+        clear(scores);
+        multiply_add<Products, kHeadDim / kStepK<Products>>(scores, q,
+                                                            KMajorB<Products, WarpKvTile>(warp_tile(), 0));
+
+        // ---- Mask, softmax ----
+        if constexpr (kMayHaveOthers) {
+          transform_scores(scores, pairs, arguments.logit, warp_row, n_start);
+        } else {
+          transform_scores(scores, arguments.logit);
         }
+        if constexpr (kMayHaveMask) {
+          if (!(blocks.whole >> block & 1)) {
+            PairBits<kNTiles> visible[1];
+            load_visible(visible, pairs, warp_row, n_start);
+            fill_unset(scores, visible, -INFINITY);
+          }
+        }
+        if (!mask.covers(n_start, kWarpKeys)) fill_hidden(scores, mask, warp_row, n_start, -INFINITY);
+        softmax.update(scores, out, arguments.logit.scale_log2);
+        p.set(scores);
       }
-      if (!mask.covers(n_start, kWarpKeys)) fill_hidden(scores, mask, warp_row, n_start, -INFINITY);
-      softmax.update(scores, out, arguments.logit.scale_log2);
-      p.set(scores);
-    }
-    move_stage();
+      move_stage();
 
-    // ---- out += p v ----
-    wait_item();
-    load_item(later_with_values, free_stage());
-    if (!hidden) {
-      multiply_add<Products, kWarpKeys / kStepK<Products>, /*kLongSum=*/true>(
-          out, p, MnMajorB<Products, WarpKvTile>(warp_tile(), 0));
-    }
-    move_stage();
-  }
-  if (params.num_key_parts > 1) ptx::let_next_grid_start();
-
-  // ---- Merge the warps along the keys into the first of them ----
-  RowPart parts[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) parts[h] = {softmax.max_log2[0][h], row_sum(softmax.sum[0][h])};
-  if constexpr (kKeyWarps > 1) {
-    auto vector = [&](int warp, int i) {
-      const int index = ((row_warp * kKeyWarps + warp) * Config::kVectors + i) * 32 + lane_id();
-      return sKv(0).base + 16 * index;
-    };
-    ptx::copy_async_wait<0>();
-    __syncthreads();
-    if (key_warp > 0) {
-      const float stats[4] = {parts[0].max_log2, parts[0].sum, parts[1].max_log2, parts[1].sum};
-      ptx::store_shared_x4(vector(key_warp, 0), stats);
-#pragma unroll
-      for (int nt = 0; nt < kOutTiles; ++nt) ptx::store_shared_x4(vector(key_warp, 1 + nt), out[0][nt]);
-    }
-    __syncthreads();
-    if (key_warp > 0) return;
-#pragma unroll 1
-    for (int warp = 1; warp < kKeyWarps; ++warp) {
-      uint32_t stats[4];
-      ptx::load_shared_x4(stats, vector(warp, 0));
-      float factor[2], other_factor[2];
-      bool is_empty[2], other_is_empty[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const RowPart other{__uint_as_float(stats[2 * h]), __uint_as_float(stats[2 * h + 1])};
-        const float maximum = fmaxf(parts[h].max_log2, other.max_log2);
-        is_empty[h] = parts[h].sum == 0;
-        other_is_empty[h] = other.sum == 0;
-        factor[h] = parts[h].factor(maximum);
-        other_factor[h] = other.factor(maximum);
-        parts[h] = {maximum, parts[h].sum * factor[h] + other.sum * other_factor[h]};
+      // ---- out += p v ----
+      wait_item();
+      load_item(later_with_values, free_stage());
+      if (!hidden) {
+        multiply_add<Products, kWarpKeys / kStepK<Products>, /*kLongSum=*/true>(
+            out, p, MnMajorB<Products, WarpKvTile>(warp_tile(), 0));
       }
+      move_stage();
+    }
+    if (is_last && arguments.num_stored > 1) ptx::let_next_grid_start();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) ends[h] = {softmax.max_log2[0][h], row_sum(softmax.sum[0][h])};
+    if constexpr (kKeyWarps > 1) {
 #pragma unroll
       for (int nt = 0; nt < kOutTiles; ++nt) {
-        uint32_t x[4];
-        ptx::load_shared_x4(x, vector(warp, 1 + nt));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          float& sum = out[0][nt][i];
-          sum = is_empty[i / 2] ? 0 : sum * factor[i / 2];
-          if (!other_is_empty[i / 2]) sum += __uint_as_float(x[i]) * other_factor[i / 2];
+          if (ends[i / 2].sum == 0) out[0][nt][i] = 0;  // other rows may have left 0 * NaN
         }
       }
     }
+
+    // ---- Merge the warps along the keys into the first of them ----
+    if constexpr (kKeyWarps > 1) {
+      auto rows_of_warp = [&](int warp) {
+        const int other = row_warp * (kKeyWarps - 1) + warp - 1;
+        return SharedRows<kOutTiles>{sKv(free_stage()).base + other * Config::kHalfBytes};
+      };
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (h == 1 && rows.count <= 8) break;
+        __syncthreads();  // all have read what is in the buffer
+        if (key_warp > 0) rows_of_warp(key_warp).store(ends[h], out, h);
+        __syncthreads();
+        if (key_warp > 0) continue;
+#pragma unroll 1
+        for (int warp = 1; warp < kKeyWarps; ++warp) rows_of_warp(warp).merge_into(ends[h], out, h);
+      }
+    }
+
+    // ---- Merge the parts of a group ----
+    if constexpr (Config::kHasGroups) {
+      const SharedRows<kOutTiles> group{sQ.base + Config::kSharedBytes};
+      if (key_warp == 0 && part_begin > 0) group.merge_into(ends[0], out, 0);
+      if (key_warp == 0 && !is_last) group.store(ends[0], out, 0);
+    }
   }
+  if (key_warp > 0) return;
 
   // ---- Write out: a part, or out and lse ----
   const int head_dim_v = arguments.v.head_dim;
@@ -333,10 +381,10 @@ __global__ void __launch_bounds__(Config::kThreads)
     if (row >= rows.count) continue;
     const int head = first_head + rows.head(row);
     const int64_t index = (batch * params.seqlen_q + rows.query(row)) * params.num_heads + head;
-    if (params.num_key_parts > 1) {
-      PartRows(params).store<Arithmetic>(part, index, parts[h], out, h);
+    if (arguments.num_stored > 1) {
+      PartRows(params).store<Arithmetic>(stored, index, ends[h], out, h);
     } else {
-      const RowEnd end = finish_row(parts[h].max_log2, parts[h].sum, sink_log2(params, batch, head));
+      const RowEnd end = finish_row(ends[h].max_log2, ends[h].sum, sink_log2(params, batch, head));
       Element* to = static_cast<Element*>(params.out) + index * head_dim_v;
       for_each_run<Arithmetic>(out, 0, h, [&](int column, const auto& values) {
         store_run<Arithmetic>(to, column, head_dim_v, !end.is_empty, end.normalizer, values);
@@ -360,23 +408,44 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
   // The first block may begin before the span.
   const int64_t num_blocks =
       std::min(ceil_div(params.seqlen_kv, Config::kBlockN), ceil_div(span - 1, Config::kBlockN) + 1);
-  if (params.num_key_parts > num_blocks ||
-      ceil_div(num_blocks, params.num_key_parts) > Config::kMaxPartBlocks) {
-    return Status::not_served();
+  const int64_t num_parts = params.num_key_parts;
+  const int64_t part_blocks = std::max<int64_t>(Config::kMinPartBlocks, ceil_div(num_blocks, num_parts));
+  if (num_parts > num_blocks || part_blocks > Config::kMaxPartBlocks) return Status::not_served();
+
+  // The shapes of a sequence decide of how many parts a group is; all shapes, whether a block takes a group
+  // or a part. From three groups for four multiprocessors on, longer blocks gain more than more of them.
+  const int64_t rows = number_of_rows(params), row_tiles = ceil_div(rows, Config::kRows);
+  const int64_t tiles = params.batch * params.num_kv_heads * row_tiles;
+  int64_t group = 1;
+  if (Config::kHasGroups && rows <= Config::kGroupRows) {
+    group = std::clamp<int64_t>(Config::kGroupBlocks / part_blocks, 1, kGroupParts);
+    if (ceil_div(num_parts, group) > CombineConfigOf<Config::kHeadDim>::kTeams) group = 1;
   }
-  const int64_t row_tiles = ceil_div(number_of_rows(params), Config::kRows);
+  const int64_t num_groups = ceil_div(num_parts, group);
+  const bool merges_groups = context.forced_tile >= 0 ? context.forced_tile == 1
+                                                      : 4 * num_groups * tiles >= 3 * context.multiprocessors;
+  const int64_t block_parts = merges_groups ? group : 1;
+  const int64_t num_stored = ceil_div(num_parts, block_parts);
+
   const DecodeArguments arguments{params,
                                   LogitScale(params),
                                   PairOptions(params),
                                   head_rows<Element>(params.q, params.num_heads, params.head_dim),
                                   head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
                                   head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
-                                  static_cast<int>(row_tiles)};
-  const int64_t blocks = params.num_key_parts * params.batch * params.num_kv_heads * row_tiles;
+                                  static_cast<int>(row_tiles),
+                                  static_cast<int>(block_parts),
+                                  static_cast<int>(num_stored)};
+  const int shared_bytes = Config::kSharedBytes + (block_parts > 1 ? Config::kHalfBytes : 0);
   const Status status =
-      launch(decode_kernel<Config>, blocks, Config::kThreads, Config::kSharedBytes, context, arguments);
-  if (status.failed() || params.num_key_parts == 1) return status;
-  return launch_combine<typename Config::Arithmetic, Config::kHeadDim>(params, context);
+      launch(decode_kernel<Config>, num_stored * tiles, Config::kThreads, shared_bytes, context, arguments);
+  if (status.failed() || num_stored == 1) return status;
+  ForwardParams of_stored = params;
+  of_stored.num_key_parts = num_stored;
+  return launch_combine<typename Config::Arithmetic, Config::kHeadDim>(of_stored, context,
+                                                                       group == 1      ? 0
+                                                                       : merges_groups ? num_stored
+                                                                                       : group);
 }
 
 template <class Arithmetic, int kHeadDim, bool kManyRows>

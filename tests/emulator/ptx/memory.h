@@ -76,6 +76,7 @@ inline void load_shared_x4(float (&r)[4], uint32_t shared) { load_from_shared(r,
 inline void store_shared_x4(uint32_t shared, const uint32_t (&r)[4]) { store_to_shared(shared, r); }
 inline void load_shared_x2(float (&r)[2], uint32_t shared) { load_from_shared(r, shared); }
 inline void store_shared_x4(uint32_t shared, const float (&r)[4]) { store_to_shared(shared, r); }
+inline void store_shared_x2(uint32_t shared, const float (&r)[2]) { store_to_shared(shared, r); }
 inline void load_shared_x2(double (&r)[2], uint32_t shared) { load_from_shared(r, shared); }
 inline void store_shared_x2(uint32_t shared, const double (&r)[2]) { store_to_shared(shared, r); }
 inline void store_shared(uint32_t shared, uint32_t value) { store_to_shared(shared, value); }
