@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import os
 import pathlib
 import re
@@ -48,12 +49,30 @@ TRANSFORMS = {
 }
 
 
-def run_pytest(*arguments: str, cwd: pathlib.Path) -> tuple[str, list[str]]:
-    """The output of pytest in a new process, and the commands that it prints for failures."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    output = subprocess.run(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True).stdout
-    return output, re.findall(r"^python -m pytest .*$", output, re.MULTILINE)
+# Runs pytest as often as standard input says; importing JAX takes longer than such a run.
+RUNS = """
+import json, os, sys
+import pytest
+
+for folder, arguments in json.load(sys.stdin):
+    os.chdir(folder)
+    pytest.main(["-p", "no:cacheprovider", *arguments])
+    print("\f", flush=True)
+"""
+
+
+def run_pytest(*runs: tuple[pathlib.Path, list[str]]) -> list[tuple[str, list[str]]]:
+    """Runs pytest in these folders, in one new process: the output of each run, and the commands that it prints."""
+    printed = subprocess.run(
+        [sys.executable, "-c", RUNS],
+        input=json.dumps([(str(folder), arguments) for folder, arguments in runs]),
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+    outputs = printed.split("\f\n")[:-1]
+    return [(output, re.findall(r"^python -m pytest .*$", output, re.MULTILINE)) for output in outputs]
 
 
 @pytest.mark.parametrize("kind", range(4))
@@ -77,7 +96,7 @@ def test_every_dtype_is_a_kind():
 @pytest.mark.exhaustive
 def test_every_function_has_a_quick_test():
     """Except for those that are exhaustive as a whole; every transformation is there."""
-    output, _ = run_pytest("--collect-only", "-q", cwd=TESTS.parent)
+    [(output, _)] = run_pytest((TESTS.parent, ["--collect-only", "-q"]))
     kept = set(re.findall(r"^tests/(test_\w+\.py::test_\w+)", output, re.MULTILINE))
     every, whole = set(), set()
     for path in TESTS.glob("test_*.py"):
@@ -115,35 +134,36 @@ def tiny(tmp_path) -> pathlib.Path:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "workers"])
 def test_the_summary_says_what_was_left_out(workers, tiny):
-    output, _ = run_pytest(*workers, cwd=tiny)
+    (output, _), (of_all, repeat) = run_pytest((tiny, [*workers]), (tiny, [*workers, "--all"]))
     assert "2 exhaustive tests were left out. --all runs them, too." in output
     assert re.search(r"1 failed, 2 deselected in .*$", output.splitlines()[-1]), output
-    output, repeat = run_pytest(*workers, "--all", cwd=tiny)
-    assert "left out" not in output
-    assert re.search(r"2 failed, 1 passed in .*$", output.splitlines()[-1]), output
+    assert "left out" not in of_all
+    assert re.search(r"2 failed, 1 passed in .*$", of_all.splitlines()[-1]), of_all
     assert sorted(repeat) == [f"python -m pytest 'test_tiny.py::test_fails[{x}]' --all" for x in (0, 1)]
 
 
+SUMMARIES = {
+    "test_tiny.py::test_passes": "1 passed",
+    "test_tiny.py::test_fails[1]": "1 failed",
+    "test_tiny.py::test_fails": "2 failed",
+    "test_tiny.py": "1 failed, 2 deselected",
+}
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("name", "summary"),
-    [
-        ("test_tiny.py::test_passes", "1 passed"),
-        ("test_tiny.py::test_fails[1]", "1 failed"),
-        ("test_tiny.py::test_fails", "2 failed"),
-        ("test_tiny.py", "1 failed, 2 deselected"),
-    ],
-)
-def test_a_name_runs_the_test(name, summary, tiny):
+def test_a_name_runs_the_test(tiny):
     """Relative to the working folder, as all arguments of pytest."""
-    assert f"{summary} in " in run_pytest(name, cwd=tiny)[0]
-    assert f"{summary} in " in run_pytest(f"{tiny.name}/{name}", cwd=tiny.parent)[0]
+    runs = [(folder, name) for name in SUMMARIES for folder in (tiny, tiny.parent)]
+    outputs = run_pytest(*((folder, [str((tiny / name).relative_to(folder))]) for folder, name in runs))
+    for (_, name), (output, _) in zip(runs, outputs, strict=True):
+        assert f" {SUMMARIES[name]} in " in output, output
 
 
 @pytest.mark.exhaustive
 def test_the_printed_command_repeats_a_failure(tiny):
-    for options in ([], ["--all"]):
-        for command in run_pytest(*options, cwd=tiny)[1]:
-            output, again = run_pytest(*shlex.split(command.removeprefix("python -m pytest")), cwd=tiny)
-            assert "1 failed in " in output
-            assert again == [command]
+    commands = [command for _, printed in run_pytest((tiny, []), (tiny, ["--all"])) for command in printed]
+    assert len(commands) == 3
+    runs = run_pytest(*((tiny, shlex.split(x.removeprefix("python -m pytest"))) for x in commands))
+    for command, (output, again) in zip(commands, runs, strict=True):
+        assert "1 failed in " in output
+        assert again == [command]
