@@ -105,12 +105,10 @@ def attention(
     """Attention of q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv]; with `dout`, its gradients, too.
 
     `alibi` are the slopes [N] of a bias; `keep` [B, N, T, S] marks the pairs that dropout keeps. The gradients of
-    bias, alibi and sinks are written into `gradients`.
+    bias, alibi and sinks are written into `gradients`. Arrays may be complex, for the step of dense.complex_step.
     """
     del precision, deterministic  # these do not change the exact result
-    q, k, v = (
-        np.moveaxis(np.asarray(x).astype(np.float64), 2, 1) for x in (q, k, v)
-    )  # [B, heads, length, dim]
+    q, k, v = (np.moveaxis(_wide(x), 2, 1) for x in (q, k, v))  # [B, heads, length, dim]
     batch, num_heads, seqlen_q, head_dim = q.shape
     num_kv_heads, seqlen_kv = k.shape[1:3]
     group = num_heads // max(num_kv_heads, 1)
@@ -125,11 +123,11 @@ def attention(
     with np.errstate(all="ignore"):
         s = rounding(scale * rounding(operand(q) @ operand(k).swapaxes(-1, -2)))
         if bias is not None:
-            s = rounding(s + np.asarray(bias).astype(np.float64))
+            s = rounding(s + _wide(bias))
         if alibi is not None:
             offset = np.asarray(mask_options.get("query_offset", 0), np.float64).reshape(-1, 1, 1, 1)
             distance = np.abs(np.arange(seqlen_q)[:, None] + offset - np.arange(seqlen_kv))
-            s = rounding(s - np.asarray(alibi).astype(np.float64).reshape(-1, 1, 1) * distance)
+            s = rounding(s - _wide(alibi).reshape(-1, 1, 1) * distance)
         slope = 1.0
         if logits_soft_cap is not None:
             s = rounding(logits_soft_cap * np.tanh(s / logits_soft_cap))
@@ -137,8 +135,8 @@ def attention(
         s = np.where(seen, s, -np.inf)
         sink = np.full((1, num_heads, 1, 1), -np.inf)
         if sinks is not None:
-            sink = np.asarray(sinks).astype(np.float64).reshape(sink.shape)
-        top = np.maximum(s.max(-1, keepdims=True, initial=-np.inf), sink)
+            sink = _wide(sinks).reshape(sink.shape)
+        top = np.maximum(s.real.max(-1, keepdims=True, initial=-np.inf), sink.real)
         top = np.where(np.isneginf(top), 0.0, top)
         e = np.where(seen, np.exp(s - top), 0.0)
         total = e.sum(-1, keepdims=True) + np.exp(sink - top)
@@ -152,7 +150,7 @@ def attention(
         if dout is None:
             return Result(_heads_last(out), _heads_last(lse)[..., 0])
 
-        dout = np.moveaxis(np.asarray(dout).astype(np.float64), 2, 1)
+        dout = np.moveaxis(_wide(dout), 2, 1)
         dlse = (
             np.zeros(lse.shape)
             if dlse is None
@@ -182,9 +180,14 @@ def attention(
 
 def sinks_gradient(result: Result, dout: np.ndarray, dlse: np.ndarray, sinks: np.ndarray) -> np.ndarray:
     """The gradient [N] of the sinks, from their share exp(sink - lse) of each row."""
-    dout, out = (np.asarray(x).astype(np.float64) for x in (dout, result.out))
+    dout, out = _wide(dout), _wide(result.out)
     delta = (dout * out).sum(-1) - dlse  # [B, T, N]
     return -(np.exp(np.asarray(sinks) - result.lse) * delta).sum((0, 1))
+
+
+def _wide(x: Any) -> np.ndarray:
+    x = np.asarray(x)
+    return x if np.iscomplexobj(x) else x.astype(np.float64)
 
 
 def _sum_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

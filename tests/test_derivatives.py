@@ -10,6 +10,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 import quick
 from cases import CASES, DTYPES, PAIRS, Case
@@ -62,13 +63,30 @@ def fused(case: Case, dtype: str, **options: Any):
     return f
 
 
-def exact(case: Case, dtype: str, kind: str | None = None):
-    """The same in float64; with `kind` in the naive arithmetic of that type."""
-    options = case.static | other_operands(case, dtype)
+def exact_options(case: Case) -> dict[str, Any]:
+    """The options of a row as dense attention and the oracle take them: the same for inputs of any dtype."""
+    options = case.static | other_operands(case, "float64")
     if "dropout_seed" in options:
         options["keep"] = harness.kept(case, int(options.pop("dropout_seed")))
+    return options
+
+
+def exact(case: Case, kind: str | None = None):
+    """The same in float64; with `kind` in the naive arithmetic of that type."""
     rounding = dense.EXACT if kind is None else dense.rounding_of(kind)
-    return functools.partial(dense.attention, rounding=rounding, **options)
+    return functools.partial(dense.attention, rounding=rounding, **exact_options(case))
+
+
+def exact_gradient(case: Case, c: tuple):
+    """The gradient for the cotangents c, by the oracle."""
+    options = exact_options(case)
+
+    def gradient(q, k, v, differentiable):
+        gradients: dict[str, np.ndarray] = {}
+        result = oracle.attention(q, k, v, *c, **options, **differentiable, gradients=gradients)
+        return result.dq, result.dk, result.dv, gradients
+
+    return gradient
 
 
 def tangent(f, point: Point):
@@ -109,19 +127,35 @@ def evaluate(composition, f, point: Point, dtype: str):
         return jax.tree.map(np.asarray, jax.jit(functools.partial(composition, f))(point))
 
 
+# XLA takes longer to optimize dense attention than the program runs.
+_WITHOUT_OPTIMIZATIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
 @functools.lru_cache(maxsize=6)
 def exact_program(composition, case: Case, kind: str | None):
     """`exact` in a composition, for inputs of any dtype: what is not an input is the same in each."""
-    return jax.jit(functools.partial(composition, exact(case, "float64", kind)))
+    f = functools.partial(composition, exact(case, kind))
+    return jax.jit(f, compiler_options=_WITHOUT_OPTIMIZATIONS)
+
+
+def evaluate_by_jax(composition, case: Case, point: Point, kind: str | None = None):
+    with harness.x64("float64"):
+        return jax.tree.map(np.asarray, exact_program(composition, case, kind)(point))
 
 
 def evaluate_exactly(composition, case: Case, point: Point, kind: str | None = None):
+    """A composition of dense attention, by complex steps where they give it: programs take long to compile.
+
+    With `kind` in the naive arithmetic of that type.
+    """
     point = jax.tree.map(lambda x: x.astype(np.float64), point)
-    if composition is tangent:  # not compiled: of every case, that would take most of the tests' time
-        with np.errstate(all="ignore"):
-            return dense.complex_step(exact(case, "float64", kind), point.x, point.t)
-    with harness.x64("float64"):
-        return jax.tree.map(np.asarray, exact_program(composition, case, kind)(point))
+    with np.errstate(all="ignore"):
+        if composition is tangent:
+            return dense.complex_step(exact(case, kind), point.x, point.t)
+        # Second derivatives do not depend on the order, so this one is all that differentiate a gradient.
+        if composition is not second_tangent and kind is None:
+            return dense.complex_step(exact_gradient(case, point.c), point.x, point.t)
+    return evaluate_by_jax(composition, case, point, kind)
 
 
 # JAX's rounding to float16 makes subnormal numbers 0, and NumPy's to bfloat16 rounds to float32 first.
@@ -131,10 +165,19 @@ def evaluate_exactly(composition, case: Case, point: Point, kind: str | None = N
 def test_complex_step_is_the_tangent(kind, tolerance):
     case = BY_NAME["everything"]
     point = jax.tree.map(lambda x: x.astype(np.float64), point_of(case, "float32"))
-    with harness.x64("float64"):
-        want = jax.jit(functools.partial(tangent, exact(case, "float64", kind)))(point)
+    want = evaluate_by_jax(tangent, case, point, kind)
     for a, b in zip(evaluate_exactly(tangent, case, point, kind), want, strict=True):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+# Together they have every operand that has a gradient, and every other option.
+@pytest.mark.parametrize("name", quick.IN_EVERY_DTYPE)
+def test_complex_step_of_the_gradient_is_its_tangent(name):
+    case = BY_NAME[name]
+    point = jax.tree.map(lambda x: x.astype(np.float64), point_of(case, "float64"))  # operands, too
+    got, want = (evaluate(gradient_tangent, case, point) for evaluate in (evaluate_exactly, evaluate_by_jax))
+    assert got[3].keys() == point.x[3].keys()
+    assert_trees_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 # Pairs of options in bfloat16 and in the most exact type.
@@ -222,11 +265,7 @@ def test_second_order_is_close_to_exact(name, how, platform):
     point = point_of(case, dtype)
     f = fused(case, dtype, forward_mode=forward_mode, precision=precision)
     got = evaluate(composition, f, point, dtype)
-    # Second derivatives do not depend on the order, so one exact program serves all that differentiate a gradient, too.
-    want = evaluate_exactly(
-        second_tangent if composition is second_tangent else gradient_tangent, case, point
-    )
-    assert_all_close(got, want, case, kind)
+    assert_all_close(got, evaluate_exactly(composition, case, point), case, kind)
 
 
 @pytest.fixture
