@@ -75,8 +75,10 @@ def test_empty_with_arrays(sizes, dtype, implementation, slopes, platform):
         dropout_rng=jax.random.key(0),
     )
 
-    @jax.jit
-    def f(q, k, v, bias):
+    shapes = [(n,)] if slopes else [(b, n, t, s), (1, n, t, s), (b, 1, 1, s), (n, t, 1), (1, 1, 1, 1)]
+    biases = [jax_flash.Alibi(random(*shape)) if slopes else random(*shape) for shape in shapes]
+
+    def results(q, k, v, bias):
         def call(q, k, v, bias):
             return jax_flash.flash_attention(
                 q, k, v, bias, return_residual=True, implementation=implementation, **options
@@ -85,9 +87,8 @@ def test_empty_with_arrays(sizes, dtype, implementation, slopes, platform):
         (out, lse), vjp = jax.vjp(call, q, k, v, bias)
         return out, lse, *vjp((jnp.ones_like(out), jnp.zeros_like(lse)))
 
-    for shape in [(n,)] if slopes else [(b, n, t, s), (1, n, t, s), (b, 1, 1, s), (n, t, 1), (1, 1, 1, 1)]:
-        x = random(*shape)
-        out, lse, *gradients = f(*args, jax_flash.Alibi(x) if slopes else x)
+    of_each = jax.jit(lambda biases: [results(*args, bias) for bias in biases])(biases)
+    for shape, (out, lse, *gradients) in zip(shapes, of_each, strict=True):
         assert (out.shape, lse.shape) == ((b, t, n, 5), (b, t, n))
         np.testing.assert_array_equal(out, 0.0)
         np.testing.assert_array_equal(lse, -np.inf)
