@@ -3,9 +3,9 @@
 // jax_flash/_kernel_choice.py).
 //
 // Short parts make enough blocks for a single sequence, but in a large batch they take time: each is written
-// and read. So a block of the decoding kernel may take a group of kGroupParts neighbors and merge them
-// itself. A row has the same bits either way: its parts are merged from left to right in each group, and then
-// the groups, too.
+// and read. So a block of the decoding kernel may take a group of up to kGroupParts neighbors and merge them
+// itself. A row has the same bits either way: its parts are merged from left to right within each group, and
+// the groups likewise.
 #pragma once
 
 #include <algorithm>
@@ -36,8 +36,8 @@ struct alignas(8) RowPart {
   }
 };
 
-// Two neighboring parts of a row as one. Sums of p v of an empty part must be 0. The operations are the same
-// wherever it is done: an fmaf and its addend are never contracted in another way.
+// Two neighboring parts of a row as one. Sums of p v of an empty part must be 0. Wherever parts are merged,
+// the operations are the same: compilers do not fuse a product into the addend of an explicit fmaf.
 struct PartMerge {
   RowPart total;
   float left, right;  // factors
@@ -90,7 +90,10 @@ struct PartRows {
 
 // ---- Merging the parts ----
 
-inline constexpr int kGroupParts = 4;
+inline constexpr int64_t kGroupParts = 4;
+
+// To the sum of a row before it is written out: which zeros are negative depends on who merges the parts.
+__device__ __forceinline__ void add_zero(float& sum) { sum += 0.f; }
 
 // A team of threads has a row's columns, four each. Up to kTeams of them, `slices`, share a row: each merges
 // `run` neighboring parts from left to right, and the first one what the teams have, likewise.
@@ -163,6 +166,8 @@ __global__ void __launch_bounds__(CombineConfig<kHeadDim>::kThreads, 2)
     merge({team_totals[other][0], team_totals[other][1]}, make_float4(x[0], x[1], x[2], x[3]));
   }
 
+#pragma unroll
+  for (float& x : sum) add_zero(x);
   const int64_t rows_of_batch = params.seqlen_q * params.num_heads;
   const int batch = static_cast<int>(row / rows_of_batch), head = static_cast<int>(row % params.num_heads);
   const RowEnd end = finish_row(total.max_log2, total.sum, sink_log2(params, batch, head));
@@ -186,8 +191,8 @@ template <int kHeadDim>
 using CombineConfigOf =
     CombineConfig<std::max(64, static_cast<int>(std::bit_ceil(static_cast<unsigned>(kHeadDim))))>;
 
-// `run`: how many parts a team merges, where that is to be a group; 0: as many as fit best. All parts of a
-// row are at most kTeams runs.
+// `run`: how many parts a team merges, where these are to be a group; 0: chosen here. kTeams runs must hold
+// all parts.
 template <class Arithmetic, int kHeadDim>
 Status launch_combine(const ForwardParams& params, const LaunchContext& context, int64_t run = 0) {
   using Config = CombineConfigOf<kHeadDim>;

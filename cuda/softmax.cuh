@@ -121,7 +121,7 @@ struct RowEnd {
 };
 
 // Ends a row with this maximum (of scale_log2 * score) and sum. A sink counts as one more key, whose value is
-// 0.
+// 0. Products are fused by hand: the same row may end in one kernel or another, with the same bits.
 template <class Number>
 __device__ __forceinline__ RowEnd<Number> finish_row(Number max_log2, Number sum, Number sink_log2) {
   if (sum == 0) return {sink_log2 * kLn2Of<Number>, 0, true};
@@ -129,9 +129,9 @@ __device__ __forceinline__ RowEnd<Number> finish_row(Number max_log2, Number sum
   if (sink_log2 != -INFINITY) {
     maximum = fmax(maximum, sink_log2);
     factor = exp2_of(max_log2 - maximum);
-    sum = sum * factor + exp2_of(sink_log2 - maximum);
+    sum = fma(sum, factor, exp2_of(sink_log2 - maximum));
   }
-  return {maximum * kLn2Of<Number> + log(sum), factor * reciprocal_of(sum), false};
+  return {fma(maximum, kLn2Of<Number>, log(sum)), factor * reciprocal_of(sum), false};
 }
 
 // The running maximum and sum of each row of which a lane holds a part.

@@ -86,25 +86,25 @@ def num_key_parts(
         if in_tiles and seqlen_q * math.gcd(group, 64) >= 128 and keys >= 2048 and head_dim <= 128:
             return min(16, max(2, keys // 2048))
         columns = kernel_head_dim("decode sm80", q.dtype, head_dim)
-        return _num_parts_of_few_queries(seqlen_q * group, keys, q.dtype.itemsize * columns)
+        return _num_parts_of_few_queries(seqlen_q * group, keys, q.dtype.itemsize, columns)
     # A few hundred queries are too few tiles. Not in a window: there a shard would have other parts than the whole.
     if not in_tiles or keys < seqlen_kv or seqlen_q > 1024 or keys < 16 * seqlen_q:
         return 0
     return _num_parts_of_tiles(seqlen_q, group, keys, head_dim)
 
 
-def _num_parts_of_few_queries(rows: int, keys: int, row_bytes: int) -> int:
-    """The number of parts for all rows of a key head, in the kernel for decoding."""
-    if keys > 32768:
-        # With 8 key heads, whole rounds of three thread blocks a multiprocessor, of 1,024 keys or some more.
+def _num_parts_of_few_queries(rows: int, keys: int, element_bytes: int, head_dim: int) -> int:
+    """The number of parts for all rows of a key head, in the kernel for decoding, with the kernel's head dim."""
+    has_three_blocks = rows <= 16 and element_bytes * head_dim <= 256  # on a multiprocessor
+    if has_three_blocks and keys > 32768:
+        # With 8 key heads whole rounds of thread blocks, of 700 to 1,800 keys.
         in_round = 3 * _HOPPER_MULTIPROCESSORS / 8
-        parts = int(in_round * max(1, int(keys / 1024 / in_round + 0.25)))
-        # kMaxPartBlocks in cuda/sm80/decode.cuh
-        return max(parts, -(-keys // (2048 if row_bytes <= 256 else 1024)))
+        return int(in_round * max(1, int(keys / 1024 / in_round + 0.25)))
     # A part writes 4 bytes for each row and column; short ones fill a GPU even if a sequence is alone. Of up to 8 rows
-    # (kGroupRows), a thread block merges those of 1,024 keys in a large batch, so they can be shorter.
-    length = keys // 2 if rows <= 8 else keys
-    return -(-keys // (256 if length < 4096 else 512 if length < 8192 else 1024))
+    # (kGroupRows), a thread block merges those of 1,024 keys in a large batch, so they can be shorter: with 256 columns
+    # 8 groups of them (kTeams).
+    of_256, of_512 = (4096, 8191) if rows > 8 else (8191, 16383) if head_dim <= 128 else (8191, 8192)
+    return -(-keys // (256 if keys <= of_256 else 512 if keys <= of_512 else 1024))
 
 
 def _num_parts_of_tiles(seqlen_q: int, group: int, keys: int, head_dim: int) -> int:

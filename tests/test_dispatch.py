@@ -368,6 +368,9 @@ def num_parts(
     ("call", "parts"),
     [
         (dict(s=1024), 4),
+        (dict(s=4096), 16),
+        (dict(t=3, n=24, s=4096), 16),  # 9 rows of a key head
+        (dict(t=3, n=24, s=4097), 9),
         (dict(s=4097), 17),
         (dict(s=8191), 32),
         (dict(s=8192), 16),
@@ -393,7 +396,9 @@ def num_parts(
         (dict(s=131072, local_window_size=(500, None)), 99),
         (dict(s=300, local_window_size=500), 2),
         (dict(h=256), 16),
-        (dict(h=256, s=65536), 64),  # of at most 32 blocks of 32 keys
+        (dict(h=256, s=8193), 9),
+        (dict(h=256, s=65536), 64),  # two thread blocks a multiprocessor
+        (dict(t=5, s=65536), 64),
         (dict(hv=257), 0),
         (dict(h=64, hv=64, dtype="float32"), 16),
         (dict(dtype="float32"), 0),  # no such kernel
@@ -418,7 +423,7 @@ def test_number_of_parts(call, parts, monkeypatch):
         (dict(t=16, n=48), 8, 8),
         (dict(t=16, n=128), 4, 8),
         (dict(t=8, n=16, k=1), 4, 8),
-        (dict(t=16, n=64, s=131072), 16, 99),
+        (dict(t=16, n=64, s=131072), 16, 128),
         (dict(t=16, n=64, s=2048), 2, 8),
         (dict(t=16, n=64, s=2047), 8, 8),  # few keys
         (dict(t=16, n=64, page_size=16), 4, 8),

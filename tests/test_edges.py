@@ -565,9 +565,9 @@ def test_a_head_does_not_depend_on_the_others(head_dim, platform):
 def test_a_cached_sequence_does_not_depend_on_the_others(head_dim, queries, options, platform):
     """Into which parts the keys are split, and in which order they are merged, depends on a sequence's shape alone.
 
-    On a GPU the batch is large enough for thread blocks that merge parts of up to 8 rows.
+    On a GPU, the batch is large enough that thread blocks merge parts (of up to 8 rows).
     """
-    batch, heads, keys = 80 if platform == "cuda" else 3, 16, 2200
+    batch, heads, keys = 20 if platform == "cuda" and queries == 1 else 3, 16, 2200
     q = random(batch, queries, heads, head_dim, dtype=DTYPES["bfloat16"])
     k, v = (random(batch, keys, 2, head_dim, seed=seed, dtype=DTYPES["bfloat16"]) for seed in (1, 2))
     lengths = np.resize(np.array([2200, 333, 16], np.int32), batch)
@@ -592,21 +592,39 @@ def test_a_cached_sequence_does_not_depend_on_the_others(head_dim, queries, opti
             np.testing.assert_array_equal(lse[own[0], :, own[1]], one[1])
 
 
-@pytest.mark.parametrize("options", ["lengths", "all"])
+MERGED = {
+    "lengths": {},
+    "two queries": dict(queries=2, heads=8, is_causal=True),
+    "window": dict(queries=2, heads=8, is_causal=True, local_window_size=(3000, 0)),
+    "pairs": {},
+    "infinite values": {},
+}
+
+
+@pytest.mark.parametrize("options", MERGED)
 @pytest.mark.parametrize(
-    ("dtype", "head_dim"), [("bfloat16", 64), ("float16", 128), ("bfloat16", 256), ("float32", 40)]
+    ("dtype", "head_dim", "precision"),
+    [
+        ("bfloat16", 64, None),
+        ("float16", 128, None),
+        ("bfloat16", 256, None),
+        ("bfloat16", 33, None),  # copies of 2 bytes
+        ("float32", 40, "default"),
+        ("float32", 128, "highest"),
+    ],
 )
-@pytest.mark.parametrize("keys", [900, 2200, 9000])
-def test_thread_blocks_that_merge_parts_of_keys(keys, dtype, head_dim, options, platform):
+@pytest.mark.parametrize("keys", [900, 2200, 8100])
+def test_thread_blocks_that_merge_parts_of_keys(keys, dtype, head_dim, precision, options, platform):
     """The bits are those of blocks with a part each; a group may be whole, cut off, or empty."""
     if platform == "cpu":
         pytest.skip("of CUDA kernels")
-    batch, heads = 4, 8
-    q = random(batch, 1, heads, head_dim, dtype=DTYPES[dtype])
+    settings = dict(queries=1, heads=8) | MERGED[options]
+    queries, heads, batch = settings.pop("queries"), settings.pop("heads"), 4
+    q = random(batch, queries, heads, head_dim, dtype=DTYPES[dtype])
     k, v = (random(batch, keys, 2, head_dim, seed=seed, dtype=DTYPES[dtype]) for seed in (1, 2))
     lengths = np.array([keys, keys // 2, 1, 0], np.int32)
-    operands = dict(key_value_seq_lengths=lengths)
-    if options == "all":
+    operands = dict(key_value_seq_lengths=lengths, query_offset=lengths - queries)
+    if options == "pairs":
         blocks = np.repeat(
             np.random.default_rng(3).random((batch, 1, 1, -(-keys // 128))) < 0.3, 128, axis=-1
         )
@@ -615,21 +633,32 @@ def test_thread_blocks_that_merge_parts_of_keys(keys, dtype, head_dim, options, 
             mask=np.asarray(random(batch, heads, 1, keys, seed=5) < 1) & blocks[..., :keys],
             sinks=random(heads, seed=6),
         )
+    if options == "infinite values":
+        v[0, [3, keys - 1], 0, 0], v[1, 0, 1] = np.inf, np.nan
     results = []
     for tile in ("short", "long"):
         with harness.cuda_settings(tile=tile):
-            f = jax.jit(
-                lambda *args, **options: jax_flash.flash_attention(*args, **options, return_residual=True)
+            call = functools.partial(
+                jax_flash.flash_attention, return_residual=True, precision=precision, **settings
             )
-            results.append(jax.device_get(f(q, k, v, **operands)))
-    (out, lse), (merged_out, merged_lse) = results
-    np.testing.assert_array_equal(merged_out, out)
-    np.testing.assert_array_equal(merged_lse, lse)
-    want = jax_flash.flash_attention(
-        *(x.astype(jnp.float32) for x in (q, k, v)), **operands, return_residual=True, implementation="xla"
-    )
-    np.testing.assert_allclose(out.astype(np.float32), want[0], atol=1e-2 if dtype != "float32" else 1e-3)
-    np.testing.assert_allclose(lse, want[1], rtol=1e-3, atol=1e-3)
+            results.append(
+                jax.device_get(jax.jit(lambda *x, call=call, **y: call(*x, **y))(q, k, v, **operands))
+            )
+    for one, merged in zip(*results, strict=True):
+        number = np.dtype(f"uint{8 * one.itemsize}")
+        np.testing.assert_array_equal(merged.view(number), one.view(number))
+    if options != "infinite values":
+        out, lse = jax_flash.flash_attention(
+            *(x.astype(jnp.float32) for x in (q, k, v)),
+            **operands,
+            **settings,
+            return_residual=True,
+            implementation="xla",
+        )
+        np.testing.assert_allclose(
+            results[0][0].astype(np.float32), out, atol=1e-2 if dtype != "float32" else 1e-3
+        )
+        np.testing.assert_allclose(results[0][1], lse, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("queries", [260, 1])

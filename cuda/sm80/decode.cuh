@@ -47,8 +47,8 @@ struct DecodeArguments {
   PairOptions pairs;
   HeadRows q, k, v;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv]; k and v may be pages
   int row_tiles;     // of a key head
-  int block_parts;   // of keys, one after the other in a thread block
-  int num_stored;    // what blocks of the same rows leave in workspace; 1: the block writes out and lse
+  int block_parts;   // parts that a thread block takes, one after the other
+  int num_stored;    // parts or groups of a row that are left in workspace; 1: the block writes out and lse
 };
 
 // ---- A part of the keys ----
@@ -76,15 +76,18 @@ struct DecodeConfig {
   static constexpr int kPairBytes = 32 * 8, kHalfBytes = (1 + kHeadDim / 8) * kPairBytes;
   static_assert(kTile.row_warps * (kKeyWarps - 1) * kHalfBytes <= KvTile::kBytes);
 
-  // The first warp leaves what has been merged of a group behind the buffers: upper rows alone, or three
-  // thread blocks would not fit on a multiprocessor.
-  static constexpr bool kHasGroups = !kManyRows;
+  // Between parts of a group, of 1,024 keys at most, the first warp keeps what it has merged behind the
+  // buffers: upper rows alone, so that three thread blocks fit into the 228 KB of a multiprocessor, of which
+  // the system takes 1 KB for each.
+  static constexpr bool kMayHaveGroups = !kManyRows;
   static constexpr int kGroupRows = 8, kGroupBlocks = 1024 / kBlockN;
-  static constexpr int kBlocksPerSm = kHasGroups && kSharedBytes <= 70 * 1024 ? 3 : 2;
+  static_assert(kGroupBlocks <= kMaxPartBlocks);
+  static constexpr int kBlocksPerSm =
+      kMayHaveGroups && 3 * (kSharedBytes + kHalfBytes + 1024) <= 228 * 1024 ? 3 : 2;
 };
 
-// The blocks of a part in which mask and segments leave any pair of the rows visible, and those in which they
-// leave all, a bit for each block.
+// The blocks of a thread block's parts in which mask and segments leave any pair of the rows visible, and
+// those in which they leave all, a bit for each block.
 struct PartBlocks {
   uint32_t visible, whole;
 };
@@ -186,7 +189,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const int num_parts = static_cast<int>(params.num_key_parts);
   const int part_blocks =
       max(Config::kMinPartBlocks, (seen.end - seen.begin + num_parts - 1) / num_parts);  // but for the last
-  const int block_parts = Config::kHasGroups ? arguments.block_parts : 1;
+  const int block_parts = Config::kMayHaveGroups ? arguments.block_parts : 1;
   const int first_block = seen.begin + stored * block_parts * part_blocks;
   const int num_blocks = max(0, min(seen.end - first_block, block_parts * part_blocks));
   PartBlocks blocks;
@@ -280,10 +283,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   float out[1][kOutTiles][4];  // [16, kHeadDim], the sum over this warp's keys
   RowPart ends[2];
 #pragma unroll 1
-  for (int part_end = 0; part_end == 0 || part_end < num_blocks;) {
+  for (int part_end = 0; part_end == 0 || (Config::kMayHaveGroups && part_end < num_blocks);) {
     const int part_begin = part_end;
     part_end += part_blocks;
-    const bool is_last = part_end >= num_blocks;
+    const bool is_last = !Config::kMayHaveGroups || part_end >= num_blocks;
     uint32_t remaining = is_last ? blocks.visible : blocks.visible & ((1u << part_end) - 1);  // of this part
     blocks.visible ^= remaining;
     clear(out);
@@ -365,7 +368,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     }
 
     // ---- Merge the parts of a group ----
-    if constexpr (Config::kHasGroups) {
+    if constexpr (Config::kMayHaveGroups) {
       const SharedRows<kOutTiles> group{sQ.base + Config::kSharedBytes};
       if (key_warp == 0 && part_begin > 0) group.merge_into(ends[0], out, 0);
       if (key_warp == 0 && !is_last) group.store(ends[0], out, 0);
@@ -373,7 +376,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   }
   if (key_warp > 0) return;
 
-  // ---- Write out: a part, or out and lse ----
+  // ---- Write out: a part or a group, or out and lse ----
   const int head_dim_v = arguments.v.head_dim;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -384,6 +387,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     if (arguments.num_stored > 1) {
       PartRows(params).store<Arithmetic>(stored, index, ends[h], out, h);
     } else {
+#pragma unroll
+      for (auto& tile : out[0]) add_zero(tile[2 * h]), add_zero(tile[2 * h + 1]);
       const RowEnd end = finish_row(ends[h].max_log2, ends[h].sum, sink_log2(params, batch, head));
       Element* to = static_cast<Element*>(params.out) + index * head_dim_v;
       for_each_run<Arithmetic>(out, 0, h, [&](int column, const auto& values) {
@@ -412,13 +417,14 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
   const int64_t part_blocks = std::max<int64_t>(Config::kMinPartBlocks, ceil_div(num_blocks, num_parts));
   if (num_parts > num_blocks || part_blocks > Config::kMaxPartBlocks) return Status::not_served();
 
-  // The shapes of a sequence decide of how many parts a group is; all shapes, whether a block takes a group
-  // or a part. From three groups for four multiprocessors on, longer blocks gain more than more of them.
+  // How many parts a group has depends on the shape of a sequence alone; whether a block takes a group or a
+  // part, on the batch, too. With three groups for every four multiprocessors, or more, longer blocks are
+  // faster than more of them.
   const int64_t rows = number_of_rows(params), row_tiles = ceil_div(rows, Config::kRows);
   const int64_t tiles = params.batch * params.num_kv_heads * row_tiles;
   int64_t group = 1;
-  if (Config::kHasGroups && rows <= Config::kGroupRows) {
-    group = std::clamp<int64_t>(Config::kGroupBlocks / part_blocks, 1, kGroupParts);
+  if (Config::kMayHaveGroups && rows <= Config::kGroupRows) {
+    group = std::clamp<int64_t>(Config::kGroupBlocks / part_blocks, 1, std::min(num_parts, kGroupParts));
     if (ceil_div(num_parts, group) > CombineConfigOf<Config::kHeadDim>::kTeams) group = 1;
   }
   const int64_t num_groups = ceil_div(num_parts, group);

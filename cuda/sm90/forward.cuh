@@ -1018,7 +1018,8 @@ inline int packed_heads(const ForwardParams& params) {
 
 // From 128 rows on, products take longer than loading keys, and this kernel is faster than the one for few
 // queries (decode.cuh), whose calls it then takes. (num_key_parts in jax_flash/_kernel_choice.py has about
-// the same rule. Where the two differ, either kernel takes any number of parts.)
+// the same rule. Where the two differ, this kernel takes any number of parts; that one refuses parts of more
+// keys than it has bits for, and a slower one takes the call.)
 inline bool takes_few_queries(const ForwardParams& params) {
   const bool is_16_bit = params.dtype == DType::kBFloat16 || params.dtype == DType::kFloat16;
   return is_16_bit && params.num_key_parts > 1 && params.num_kv_heads > 0 && !is_general(params) &&
