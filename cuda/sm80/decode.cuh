@@ -51,7 +51,48 @@ struct DecodeArguments {
   int num_stored;    // parts or groups of a row that are left in workspace; 1: the block writes out and lse
 };
 
-// ---- A part of the keys ----
+// ---- Merging rows in shared memory ----
+
+// Upper (h = 0) or lower rows of a warp's accumulators in shared memory: of each lane 8 bytes for its row's
+// maximum and sum, and as much for each tile.
+template <int kTiles>
+struct SharedRows {
+  static constexpr int kLanes = 32 * 8, kBytes = (1 + kTiles) * kLanes;
+  uint32_t base;
+
+  __device__ __forceinline__ uint32_t pair(int i) const { return base + i * kLanes + 8 * lane_id(); }
+
+  __device__ __forceinline__ void store(const RowPart& end, const float (&acc)[1][kTiles][4], int h) const {
+    const float values[2] = {end.max_log2, end.sum};
+    ptx::store_shared_x2(pair(0), values);
+#pragma unroll
+    for (int nt = 0; nt < kTiles; ++nt) {
+      const float x[2] = {acc[0][nt][2 * h], acc[0][nt][2 * h + 1]};
+      ptx::store_shared_x2(pair(1 + nt), x);
+    }
+  }
+
+  __device__ __forceinline__ RowPart end() const {
+    float values[2];
+    ptx::load_shared_x2(values, pair(0));
+    return {values[0], values[1]};
+  }
+
+  // Merges these rows, on the left, with the warp's.
+  __device__ __forceinline__ void merge_into(RowPart& end, float (&acc)[1][kTiles][4], int h) const {
+    const PartMerge merge(this->end(), end);
+    end = merge.total;
+#pragma unroll
+    for (int nt = 0; nt < kTiles; ++nt) {
+      float x[2];
+      ptx::load_shared_x2(x, pair(1 + nt));
+#pragma unroll
+      for (int c = 0; c < 2; ++c) acc[0][nt][2 * h + c] = merge(x[c], acc[0][nt][2 * h + c]);
+    }
+  }
+};
+
+// ---- A part of the keys, or a group of parts ----
 
 template <class Arithmetic_, int kHeadDim_, bool kManyRows_, PairPolicy kPolicy_>
 struct DecodeConfig {
@@ -71,9 +112,9 @@ struct DecodeConfig {
   using WarpKvTile = SharedTile<Arithmetic, kWarpKeys, kHeadDim>;
   static constexpr int kSharedBytes = QTile::kBytes + kStages * KvTile::kBytes;
 
-  // At the end of a part, a warp leaves upper or lower rows of its accumulators: of each lane 8 bytes for a
-  // row's maximum and sum, and as much for each tile. Those of the warps along the keys fit in a buffer.
-  static constexpr int kPairBytes = 32 * 8, kHalfBytes = (1 + kHeadDim / 8) * kPairBytes;
+  // At the end of a part, the warps along the keys leave upper, then lower rows in one buffer.
+  using RowHalf = SharedRows<kHeadDim / 8>;
+  static constexpr int kHalfBytes = RowHalf::kBytes;
   static_assert(kTile.row_warps * (kKeyWarps - 1) * kHalfBytes <= KvTile::kBytes);
 
   // Between parts of a group, of 1,024 keys at most, the first warp keeps what it has merged behind the
@@ -121,43 +162,6 @@ __device__ __forceinline__ int take_block(uint32_t& blocks) {
   return block;
 }
 
-// Upper (h = 0) or lower rows of a warp's accumulators in shared memory, and with each its RowPart.
-template <int kTiles>
-struct SharedRows {
-  uint32_t base;
-
-  __device__ __forceinline__ uint32_t pair(int i) const { return base + 256 * i + 8 * lane_id(); }
-
-  __device__ __forceinline__ void store(const RowPart& end, const float (&acc)[1][kTiles][4], int h) const {
-    const float values[2] = {end.max_log2, end.sum};
-    ptx::store_shared_x2(pair(0), values);
-#pragma unroll
-    for (int nt = 0; nt < kTiles; ++nt) {
-      const float x[2] = {acc[0][nt][2 * h], acc[0][nt][2 * h + 1]};
-      ptx::store_shared_x2(pair(1 + nt), x);
-    }
-  }
-
-  __device__ __forceinline__ RowPart end() const {
-    float values[2];
-    ptx::load_shared_x2(values, pair(0));
-    return {values[0], values[1]};
-  }
-
-  // Merges these rows, on the left, with the warp's.
-  __device__ __forceinline__ void merge_into(RowPart& end, float (&acc)[1][kTiles][4], int h) const {
-    const PartMerge merge(this->end(), end);
-    end = merge.total;
-#pragma unroll
-    for (int nt = 0; nt < kTiles; ++nt) {
-      float x[2];
-      ptx::load_shared_x2(x, pair(1 + nt));
-#pragma unroll
-      for (int c = 0; c < 2; ++c) acc[0][nt][2 * h + c] = merge(x[c], acc[0][nt][2 * h + c]);
-    }
-  }
-};
-
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     decode_kernel(const __grid_constant__ DecodeArguments arguments) {
@@ -167,6 +171,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
   using WarpKvTile = typename Config::WarpKvTile;
+  using RowHalf = typename Config::RowHalf;
   constexpr bool kMayHaveMask = Config::kPolicy.may_have_mask(), kMayHaveOthers = Config::kPolicy.others;
   constexpr int kHeadDim = Config::kHeadDim, kBlockN = Config::kBlockN, kStages = Config::kStages;
   constexpr int kThreads = Config::kThreads, kKeyWarps = Config::kKeyWarps, kWarpKeys = Config::kWarpKeys;
@@ -339,6 +344,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     if (is_last && arguments.num_stored > 1) ptx::let_next_grid_start();
 #pragma unroll
     for (int h = 0; h < 2; ++h) ends[h] = {softmax.max_log2[0][h], row_sum(softmax.sum[0][h])};
+
+    // ---- Merge the warps along the keys into the first of them ----
     if constexpr (kKeyWarps > 1) {
 #pragma unroll
       for (int nt = 0; nt < kOutTiles; ++nt) {
@@ -347,13 +354,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
           if (ends[i / 2].sum == 0) out[0][nt][i] = 0;  // other rows may have left 0 * NaN
         }
       }
-    }
-
-    // ---- Merge the warps along the keys into the first of them ----
-    if constexpr (kKeyWarps > 1) {
       auto rows_of_warp = [&](int warp) {
         const int other = row_warp * (kKeyWarps - 1) + warp - 1;
-        return SharedRows<kOutTiles>{sKv(free_stage()).base + other * Config::kHalfBytes};
+        return RowHalf{sKv(free_stage()).base + other * Config::kHalfBytes};
       };
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -369,7 +372,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 
     // ---- Merge the parts of a group ----
     if constexpr (Config::kMayHaveGroups) {
-      const SharedRows<kOutTiles> group{sQ.base + Config::kSharedBytes};
+      const RowHalf group{sQ.base + Config::kSharedBytes};
       if (key_warp == 0 && part_begin > 0) group.merge_into(ends[0], out, 0);
       if (key_warp == 0 && !is_last) group.store(ends[0], out, 0);
     }
@@ -448,10 +451,8 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
   if (status.failed() || num_stored == 1) return status;
   ForwardParams of_stored = params;
   of_stored.num_key_parts = num_stored;
-  return launch_combine<typename Config::Arithmetic, Config::kHeadDim>(of_stored, context,
-                                                                       group == 1      ? 0
-                                                                       : merges_groups ? num_stored
-                                                                                       : group);
+  const int64_t run = group == 1 ? 0 : merges_groups ? num_stored : group;
+  return launch_combine<typename Config::Arithmetic, Config::kHeadDim>(of_stored, context, run);
 }
 
 template <class Arithmetic, int kHeadDim, bool kManyRows>
