@@ -6,7 +6,8 @@ import shlex
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the workers of pytest-xdist share one GPU
 # The oracle multiplies small matrices. More threads would mostly wait for each other, and take the workers' cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# In processes that tests start; `optimizations` says why, and sets it here.
+# Processes that tests start skip XLA's optimizations, too. The fixture `optimizations` says why, and decides for this
+# process.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax

@@ -1,7 +1,7 @@
 """Attention with the whole score matrix, in float64: its derivatives are the exact ones.
 
-The first along a direction comes from a complex step in NumPy, where nothing is compiled, and so does that of the
-oracle's gradient; others come from JAX. It shares no code with the package. With `rounding` it is the naive computation
+`complex_step` computes the first along a direction in NumPy, where nothing is compiled, and that of the oracle's
+gradient, too; JAX computes the others. It shares no code with the package. With `rounding` it is the naive computation
 in another type, the baseline of the closeness rule: each result, and each derivative of it, is rounded.
 """
 

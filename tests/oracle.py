@@ -151,11 +151,7 @@ def attention(
             return Result(_heads_last(out), _heads_last(lse)[..., 0])
 
         dout = np.moveaxis(_wide(dout), 2, 1)
-        dlse = (
-            np.zeros(lse.shape)
-            if dlse is None
-            else np.moveaxis(np.asarray(dlse, np.float64), 2, 1)[..., None]
-        )
+        dlse = np.zeros(lse.shape) if dlse is None else np.moveaxis(_wide(dlse), 2, 1)[..., None]
         delta = (dout * out).sum(-1, keepdims=True) - np.where(np.isfinite(lse), dlse, 0.0)
         dp = kept * rounding(operand(dout) @ operand(v).swapaxes(-1, -2))
         ds = rounding(np.where(seen, p * (dp - delta) * slope, 0.0))

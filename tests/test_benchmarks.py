@@ -243,7 +243,7 @@ def test_some_uses(platform, uses, tmp_path, capsys):
 
 @pytest.mark.exhaustive
 def test_every_use(platform, uses, monkeypatch, tmp_path):
-    """Of those that are the same at this size the first, and none that the test above has."""
+    """Uses that are the same at this size run once, and those of the test above not again."""
     divisor = int(QUICK[QUICK.index("--divide") + 1])
     different = {}
     for use in uses.USES:

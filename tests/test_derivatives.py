@@ -1,4 +1,7 @@
-"""Forward mode and derivatives of second order, against JAX's derivatives of dense attention in float64."""
+"""Forward mode and derivatives of second order, against exact ones in float64.
+
+These are complex steps of dense attention and of the oracle's gradient, or JAX's derivatives of dense attention.
+"""
 
 import functools
 import re
@@ -152,8 +155,8 @@ def evaluate_exactly(composition, case: Case, point: Point, kind: str | None = N
     with np.errstate(all="ignore"):
         if composition is tangent:
             return dense.complex_step(exact(case, kind), point.x, point.t)
-        # Second derivatives do not depend on the order, so this one is all that differentiate a gradient.
-        if composition is not second_tangent and kind is None:
+        # Second derivatives do not depend on the order: this one serves all that differentiate a gradient.
+        if composition in (gradient_tangent, tangent_gradient, gradient_gradient) and kind is None:
             return dense.complex_step(exact_gradient(case, point.c), point.x, point.t)
     return evaluate_by_jax(composition, case, point, kind)
 
@@ -170,8 +173,8 @@ def test_complex_step_is_the_tangent(kind, tolerance):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-# Together they have every operand that has a gradient, and every other option.
-@pytest.mark.parametrize("name", quick.IN_EVERY_DTYPE)
+# Together they have every operand that has a gradient, every other option, and rows that see no key.
+@pytest.mark.parametrize("name", [*quick.IN_EVERY_DTYPE, "alibi, causal, offset"])
 def test_complex_step_of_the_gradient_is_its_tangent(name):
     case = BY_NAME[name]
     point = jax.tree.map(lambda x: x.astype(np.float64), point_of(case, "float64"))  # operands, too

@@ -151,7 +151,7 @@ def test_ends_with_what_to_do_next(small_standard_case, capsys):
 
 
 def start(*options: str, **streams) -> subprocess.Popen:
-    """Starts a separate process, as a user does."""
+    """Starts a separate process, as a user does, but for XLA's optimizations (conftest.py)."""
     command = [sys.executable, "-m", "jax_flash", *SMALL, *options]
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     return subprocess.Popen(command, env=environment | {"JAX_PLATFORMS": "cpu"}, cwd=ROOT, **streams)

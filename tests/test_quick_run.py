@@ -49,14 +49,16 @@ TRANSFORMS = {
 }
 
 
-# Runs pytest as often as standard input says; importing JAX takes longer than such a run.
+# Runs pytest once for each pair of a folder and arguments on standard input: importing JAX takes longer than such a
+# run. Each sets the number of devices, which old versions of JAX allow only before there are any.
 RUNS = """
 import json, os, sys
-import pytest
+import jax.extend, pytest
 
 for folder, arguments in json.load(sys.stdin):
     os.chdir(folder)
     pytest.main(["-p", "no:cacheprovider", *arguments])
+    jax.extend.backend.clear_backends()
     print("\f", flush=True)
 """
 

@@ -24,12 +24,13 @@ def option_names(case: Case) -> set[str]:
     return {name for name, _ in case.options}
 
 
-# Plain XLA has no tiles: of the cases whose sizes are for the kernels, those whose options no other case has.
-_OTHERS = [case for case in CASES[::3] if case in OF_SEQUENCES]
-_CASES = [
+# Plain XLA has no tiles. Cases whose sizes are for the kernels run only if no other case has their options.
+_EVERYTHING = [case for case in CASES if case.name in ("everything", "everything at once")]
+_OTHERS = [case for case in CASES[::3] if case in OF_SEQUENCES or case.name == "decode"] + _EVERYTHING
+_CASES = _OTHERS + [
     case
     for case in CASES[::3]
-    if case in _OTHERS or not any(option_names(case) <= option_names(other) for other in _OTHERS)
+    if case not in _OTHERS and not any(option_names(case) <= option_names(other) for other in _OTHERS)
 ]
 # The quick run has test_options, too.
 QUICK = [
