@@ -76,6 +76,9 @@ __device__ __forceinline__ RowStatistics<typename Arithmetic::Sum> row_statistic
   }
 }
 
+// The exponent of what ds is multiplied by is at most this: then the reciprocal is normal, too.
+inline constexpr int kMostDsExponent = 126;
+
 // What ds is multiplied by to be an operand: the largest magnitude of a warp comes to the top.
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ int ds_exponent(const float (&ds)[kMTiles][kNTiles][4]) {
@@ -83,8 +86,7 @@ __device__ __forceinline__ int ds_exponent(const float (&ds)[kMTiles][kNTiles][4
   for_each_accumulator(ds, [&](int mt, int h, int nt, int c) {
     largest = max(largest, __float_as_int(fabsf(ds[mt][nt][2 * h + c])));
   });
-  // Within powers of two whose reciprocals are normal, too.
-  return min(plane_exponent(__int_as_float(__reduce_max_sync(0xffffffff, largest))), 126);
+  return min(plane_exponent(__int_as_float(__reduce_max_sync(0xffffffff, largest))), kMostDsExponent);
 }
 
 }  // namespace jax_flash::cuda::sm80

@@ -108,6 +108,7 @@
 #include "ptx/tensor_copy.h"
 #include "ptx/wgmma.h"
 #include "sm80/backward.cuh"
+#include "sm90/fine_backward.cuh"
 #include "sm90/fragments.cuh"
 #include "sm90/head_halves.cuh"
 #include "sm90/item_ring.cuh"
@@ -1428,8 +1429,9 @@ Status backward_by_warpgroups(const BackwardParams& params, const LaunchContext&
 template <class Arithmetic, int kHeadDim>
 Status backward(const BackwardParams& params, const LaunchContext& context) {
   if constexpr (std::is_same_v<Arithmetic, tf32x3>) {
-    return params.planes && is_served(params, context) ? sm80::backward<float16x3, kHeadDim>(params, context)
-                                                       : Status::not_served();
+    if (!params.planes || !is_served(params, context)) return Status::not_served();
+    return is_general(params) ? sm80::backward<float16x3, kHeadDim>(params, context)
+                              : launch_fine_backward<kHeadDim>(params, context);
   } else {
     return backward_by_warpgroups<Arithmetic, kHeadDim>(params, context);
   }
