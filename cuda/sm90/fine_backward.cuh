@@ -92,7 +92,7 @@ struct FineBackwardConfig {
   static_assert(kStatsRows % kBlockM == 0 && kKeyUnit % kBlockN == 0);
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-  static constexpr int kPartColumns = 32, kParts = kHeadDim / kPartColumns;  // of dk and dv
+  static constexpr int kPartColumns = kHeadDim == 64 ? 64 : 32, kParts = kHeadDim / kPartColumns;  // of dk and dv
   static constexpr int kDqColumns = kHeadDim / kConsumers;                   // a consumer's
 
   // Shared memory: tiles of two planes of kChunks chunks [rows, 64], swizzled.
@@ -238,7 +238,7 @@ struct FineBackwardConsumer {
   using Operand = uint32_t[Config::kPlanes][kSteps][4];                   // the same in two planes
   using Part = float[1][Config::kPartColumns / 8][4];                     // [64 keys, kPartColumns]
   using Dq = float[1][Config::kDqColumns / 8][4];                         // [64 queries, kDqColumns]
-  static constexpr int kDpSteps = 2, kDpSums = kHeadDim / 16 / kDpSteps;  // of dout v^T in tensor cores
+  static constexpr int kDpSteps = 4, kDpSums = kHeadDim / 16 / kDpSteps;  // of dout v^T in tensor cores
 
   const FineBackwardArguments& arguments;
   const FineBackwardShared<Config>& shared;
