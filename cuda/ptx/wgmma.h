@@ -108,50 +108,52 @@ struct Wgmma;
 #define JAX_FLASH_D_N192 JAX_FLASH_D_N128, JAX_FLASH_D(8), JAX_FLASH_D(9), JAX_FLASH_D(10), JAX_FLASH_D(11)
 #define JAX_FLASH_D_N256 JAX_FLASH_D_N192, JAX_FLASH_D(12), JAX_FLASH_D(13), JAX_FLASH_D(14), JAX_FLASH_D(15)
 
-// i0 to i4: the operand numbers after those of d.
-#define JAX_FLASH_WGMMA(arithmetic, type, n, i0, i1, i2, i3, i4)                                            \
-  template <>                                                                                               \
-  struct Wgmma<arithmetic, n> {                                                                             \
-    /* a [64, 16] and b in shared memory; b is [n, 16], or [16, n] with kBAlongN. */                        \
-    template <bool kBAlongN>                                                                                \
-    static __device__ __forceinline__ void shared(float (&d)[n / 8][4], uint64_t a, uint64_t b,             \
-                                                  bool accumulate) {                                        \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" i2                                                  \
-                   ", 0;\n"                                                                                 \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" JAX_FLASH_TEXT_N##n \
-                   "}, %" i0 ", %" i1 ", p, 1, 1, 0, %" i3 ";\n}"                                           \
-                   : JAX_FLASH_D_N##n                                                                       \
-                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(int{kBAlongN}));                \
-    }                                                                                                       \
-    /* a in registers, in the layout of d with two columns packed in one register; b [16, n] in shared      \
-     * memory. */                                                                                           \
-    static __device__ __forceinline__ void registers(float (&d)[n / 8][4], const uint32_t (&a)[4],          \
-                                                     uint64_t b) {                                          \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" JAX_FLASH_TEXT_N##n \
-                   "}, {%" i0 ", %" i1 ", %" i2 ", %" i3 "}, %" i4 ", 1, 1, 1, 1;"                          \
-                   : JAX_FLASH_D_N##n                                                                       \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                   \
-    }                                                                                                       \
+// i0 to i5: the operand numbers after those of d.
+#define JAX_FLASH_WGMMA(arithmetic, type, n, i0, i1, i2, i3, i4, i5)                                         \
+  template <>                                                                                                \
+  struct Wgmma<arithmetic, n> {                                                                              \
+    /* a [64, 16] and b in shared memory; b is [n, 16], or [16, n] with kBAlongN. */                         \
+    template <bool kBAlongN>                                                                                 \
+    static __device__ __forceinline__ void shared(float (&d)[n / 8][4], uint64_t a, uint64_t b,              \
+                                                  bool accumulate) {                                         \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" i2                                                   \
+                   ", 0;\n"                                                                                  \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" JAX_FLASH_TEXT_N##n  \
+                   "}, %" i0 ", %" i1 ", p, 1, 1, 0, %" i3 ";\n}"                                            \
+                   : JAX_FLASH_D_N##n                                                                        \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(int{kBAlongN}));                 \
+    }                                                                                                        \
+    /* a in registers, in the layout of d with two columns packed in one register; b [16, n] in shared       \
+     * memory. */                                                                                            \
+    static __device__ __forceinline__ void registers(float (&d)[n / 8][4], const uint32_t (&a)[4],           \
+                                                     uint64_t b, bool accumulate = true) {                   \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" i5                                                   \
+                   ", 0;\n"                                                                                  \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" JAX_FLASH_TEXT_N##n  \
+                   "}, {%" i0 ", %" i1 ", %" i2 ", %" i3 "}, %" i4 ", p, 1, 1, 1;\n}"                        \
+                   : JAX_FLASH_D_N##n                                                                        \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate))); \
+    }                                                                                                        \
   };
-JAX_FLASH_WGMMA(bfloat16, "bf16", 16, "8", "9", "10", "11", "12")
-JAX_FLASH_WGMMA(float16, "f16", 16, "8", "9", "10", "11", "12")
-JAX_FLASH_WGMMA(bfloat16, "bf16", 32, "16", "17", "18", "19", "20")
-JAX_FLASH_WGMMA(float16, "f16", 32, "16", "17", "18", "19", "20")
-JAX_FLASH_WGMMA(bfloat16, "bf16", 48, "24", "25", "26", "27", "28")
-JAX_FLASH_WGMMA(float16, "f16", 48, "24", "25", "26", "27", "28")
-JAX_FLASH_WGMMA(bfloat16, "bf16", 64, "32", "33", "34", "35", "36")
-JAX_FLASH_WGMMA(float16, "f16", 64, "32", "33", "34", "35", "36")
-JAX_FLASH_WGMMA(bfloat16, "bf16", 80, "40", "41", "42", "43", "44")
-JAX_FLASH_WGMMA(float16, "f16", 80, "40", "41", "42", "43", "44")
-JAX_FLASH_WGMMA(bfloat16, "bf16", 96, "48", "49", "50", "51", "52")
-JAX_FLASH_WGMMA(float16, "f16", 96, "48", "49", "50", "51", "52")
-JAX_FLASH_WGMMA(bfloat16, "bf16", 112, "56", "57", "58", "59", "60")
-JAX_FLASH_WGMMA(float16, "f16", 112, "56", "57", "58", "59", "60")
-JAX_FLASH_WGMMA(bfloat16, "bf16", 128, "64", "65", "66", "67", "68")
-JAX_FLASH_WGMMA(float16, "f16", 128, "64", "65", "66", "67", "68")
-JAX_FLASH_WGMMA(bfloat16, "bf16", 192, "96", "97", "98", "99", "100")
-JAX_FLASH_WGMMA(float16, "f16", 192, "96", "97", "98", "99", "100")
-JAX_FLASH_WGMMA(bfloat16, "bf16", 256, "128", "129", "130", "131", "132")
-JAX_FLASH_WGMMA(float16, "f16", 256, "128", "129", "130", "131", "132")
+JAX_FLASH_WGMMA(bfloat16, "bf16", 16, "8", "9", "10", "11", "12", "13")
+JAX_FLASH_WGMMA(float16, "f16", 16, "8", "9", "10", "11", "12", "13")
+JAX_FLASH_WGMMA(bfloat16, "bf16", 32, "16", "17", "18", "19", "20", "21")
+JAX_FLASH_WGMMA(float16, "f16", 32, "16", "17", "18", "19", "20", "21")
+JAX_FLASH_WGMMA(bfloat16, "bf16", 48, "24", "25", "26", "27", "28", "29")
+JAX_FLASH_WGMMA(float16, "f16", 48, "24", "25", "26", "27", "28", "29")
+JAX_FLASH_WGMMA(bfloat16, "bf16", 64, "32", "33", "34", "35", "36", "37")
+JAX_FLASH_WGMMA(float16, "f16", 64, "32", "33", "34", "35", "36", "37")
+JAX_FLASH_WGMMA(bfloat16, "bf16", 80, "40", "41", "42", "43", "44", "45")
+JAX_FLASH_WGMMA(float16, "f16", 80, "40", "41", "42", "43", "44", "45")
+JAX_FLASH_WGMMA(bfloat16, "bf16", 96, "48", "49", "50", "51", "52", "53")
+JAX_FLASH_WGMMA(float16, "f16", 96, "48", "49", "50", "51", "52", "53")
+JAX_FLASH_WGMMA(bfloat16, "bf16", 112, "56", "57", "58", "59", "60", "61")
+JAX_FLASH_WGMMA(float16, "f16", 112, "56", "57", "58", "59", "60", "61")
+JAX_FLASH_WGMMA(bfloat16, "bf16", 128, "64", "65", "66", "67", "68", "69")
+JAX_FLASH_WGMMA(float16, "f16", 128, "64", "65", "66", "67", "68", "69")
+JAX_FLASH_WGMMA(bfloat16, "bf16", 192, "96", "97", "98", "99", "100", "101")
+JAX_FLASH_WGMMA(float16, "f16", 192, "96", "97", "98", "99", "100", "101")
+JAX_FLASH_WGMMA(bfloat16, "bf16", 256, "128", "129", "130", "131", "132", "133")
+JAX_FLASH_WGMMA(float16, "f16", 256, "128", "129", "130", "131", "132", "133")
 
 }  // namespace jax_flash::cuda::ptx

@@ -92,8 +92,9 @@ struct FineBackwardConfig {
   static_assert(kStatsRows % kBlockM == 0 && kKeyUnit % kBlockN == 0);
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-  static constexpr int kPartColumns = kHeadDim == 64 ? 64 : 32, kParts = kHeadDim / kPartColumns;  // of dk and dv
-  static constexpr int kDqColumns = kHeadDim / kConsumers;                   // a consumer's
+  static constexpr int kPartColumns = kHeadDim == 64 ? 64 : 32,
+                       kParts = kHeadDim / kPartColumns;    // of dk and dv
+  static constexpr int kDqColumns = kHeadDim / kConsumers;  // a consumer's
 
   // Shared memory: tiles of two planes of kChunks chunks [rows, 64], swizzled.
   static constexpr int kChunks = kHeadDim / kChunkColumns;
@@ -287,13 +288,14 @@ struct FineBackwardConsumer {
     // ---- p = exp(scores - lse), ds = p * (dp - delta) ----
     Operand p, ds_operand;
     const bool is_whole = tile.mask.covers(m_start, kBlockM, tile.n_start + 64 * consumer, 64);
+    const uint32_t statistics = shared.sLse() + 8 * (own_lane() % 4);  // of this lane's first queries
     float largest = 0;
 #pragma unroll
     for (int nt = 0; nt < kTiles; ++nt) {
       float (&weights)[4] = scores[0][nt];
       float lse_log2[2], delta[2];
-      read_statistics(lse_log2, shared.sLse(), nt);
-      read_statistics(delta, shared.sDelta(), nt);
+      ptx::load_shared_x2(lse_log2, statistics + 32 * nt);
+      ptx::load_shared_x2(delta, statistics + (Config::kDelta - Config::kLse) + 32 * nt);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         weights[i] = ptx::exp2_approx(fmaf(weights[i], scale_log2, -lse_log2[i % 2]));
@@ -410,11 +412,13 @@ struct FineBackwardConsumer {
   __device__ __forceinline__ static void issue_gradient(Part& sum, Operand& operand, uint32_t rows,
                                                         int part) {
     const int column = part * Config::kPartColumns;
-    clear(sum);
+    // Unknown to the compiler, so that it puts the sum where the one before was: two have no room.
+    uint32_t accumulates = 0;
+    ptx::make_opaque(accumulates);
     issue_sum_of_planes<float16, kChunkRowBytes>(
         sum, operand,
         uniform(rows + column / kChunkColumns * Config::kQChunkBytes + column % kChunkColumns * 2), 0,
-        Config::kQPlaneBytes);
+        Config::kQPlaneBytes, accumulates != 0);
   }
 
   // Adds a finished sum to a gradient.
@@ -451,21 +455,24 @@ struct FineBackwardConsumer {
 
   // ---- Between products ----
 
-  // Of a lane's two queries in tile `nt`.
-  __device__ __forceinline__ static void read_statistics(float (&values)[2], uint32_t from, int nt) {
-    ptx::load_shared_x2(values, from + 4 * accumulator_column(nt, 0));
+  // This thread's lane, rather read again than kept in registers, with what follows from it.
+  __device__ __forceinline__ static int own_lane() {
+    uint32_t lane = lane_id();
+    ptx::make_opaque(lane);
+    return static_cast<int>(lane);
   }
 
   // p is 0 where the query does not see the key.
   __device__ __forceinline__ void hide(float (&p)[4], int nt, int m_start) const {
     const Mask& mask = tile.mask;
+    const int lane = own_lane();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int key = tile.n_start + warp_row() + accumulator_row(0, h);
+      const int key = tile.n_start + warp_row() + lane / 4 + 8 * h;
       const int first = mask.first_query(key), last = key < mask.kv_length ? mask.last_query(key) : -1;
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const int query = m_start + accumulator_column(nt, c);
+        const int query = m_start + 8 * nt + lane % 4 * 2 + c;
         if (query < first || query > last) p[2 * h + c] = 0;
       }
     }
@@ -495,8 +502,9 @@ struct FineBackwardConsumer {
 
   // This warp's 16 keys of all queries.
   __device__ __forceinline__ void store_ds(const Operand& ds) const {
+    const int lane = own_lane();
     const uint32_t to = shared.sDs() + consumer * Config::kQChunkBytes +
-                        swizzled(lane_id() / 16 * 8 + lane_id() % 8, 2 * warp + lane_id() / 8 % 2);
+                        swizzled(lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2);
 #pragma unroll
     for (int plane = 0; plane < Config::kPlanes; ++plane) {
 #pragma unroll
@@ -512,10 +520,10 @@ struct FineBackwardConsumer {
   __device__ __forceinline__ void add_dq(const Dq& dq, int head, int m_start, float factor) const {
     const BackwardParams& params = arguments.params;
     const int columns = static_cast<int>(params.head_dim), column0 = consumer * Config::kDqColumns;
-    const int row0 = m_start + 16 * warp + accumulator_row(0, 0);
+    const int lane = own_lane(), row0 = m_start + 16 * warp + lane / 4;
     const int64_t stride = params.num_heads * params.head_dim;
     float* const to = arguments.dq + (int64_t{tile.batch} * params.seqlen_q + row0) * stride +
-                      int64_t{head} * columns + column0 + accumulator_column(0, 0);
+                      int64_t{head} * columns + column0 + lane % 4 * 2;
     const auto add = [&](int h, int nt) {
       const float values[2] = {dq[0][nt][2 * h] * factor, dq[0][nt][2 * h + 1] * factor};
       ptx::reduce_add(to + 8 * h * stride + 8 * nt, values);

@@ -55,13 +55,14 @@ __device__ __forceinline__ void issue_sum(float (&acc)[1][kTiles][4], uint32_t a
   ptx::wgmma_commit();
 }
 
-// acc [64, kN] += a [64, 16 kSteps] b, a in registers, b [16 kSteps, kN]; not committed.
+// acc [64, kN] = or += a [64, 16 kSteps] b, a in registers, b [16 kSteps, kN]; not committed.
 template <class Arithmetic, int kBRowBytes, int kSteps, int kTiles>
 __device__ __forceinline__ void issue_sum_steps(float (&acc)[1][kTiles][4], uint32_t (&a)[kSteps][4],
-                                                uint64_t b) {
+                                                uint64_t b, bool accumulate = true) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    ptx::Wgmma<Arithmetic, 8 * kTiles>::registers(acc[0], a[step], b + step * 16 * kBRowBytes / 16);
+    ptx::Wgmma<Arithmetic, 8 * kTiles>::registers(acc[0], a[step], b + step * 16 * kBRowBytes / 16,
+                                                  accumulate || step > 0);
   }
 }
 
@@ -97,13 +98,14 @@ __device__ __forceinline__ void issue_scores_of_planes(float (&acc)[1][kTiles][4
 
 template <class Arithmetic, int kBRowBytes, int kSteps, int kTiles>
 __device__ __forceinline__ void issue_sum_of_planes(float (&acc)[1][kTiles][4], uint32_t (&a)[2][kSteps][4],
-                                                    uint32_t b_tile, int b_pitch, int b_plane) {
+                                                    uint32_t b_tile, int b_pitch, int b_plane,
+                                                    bool accumulate = true) {
   const uint64_t b = ptx::matrix_descriptor<kBRowBytes>(b_tile, b_pitch);
   ptx::keep_in_place(a[0]);
   ptx::keep_in_place(a[1]);
   ptx::keep_in_place(acc[0]);
   ptx::wgmma_fence();
-  issue_sum_steps<Arithmetic, kBRowBytes>(acc, a[1], b);
+  issue_sum_steps<Arithmetic, kBRowBytes>(acc, a[1], b, accumulate);
   issue_sum_steps<Arithmetic, kBRowBytes>(acc, a[0], b + b_plane / 16);
   issue_sum_steps<Arithmetic, kBRowBytes>(acc, a[0], b);
   ptx::wgmma_commit();

@@ -32,8 +32,8 @@ struct Wgmma {
   static void shared(float (&d)[kN / 8][4], uint64_t a, uint64_t b, bool accumulate) {
     emulator::multiply({&d[0][0], kN, accumulate, nullptr, a, b, kBAlongN, kIsHalf});
   }
-  static void registers(float (&d)[kN / 8][4], const uint32_t (&a)[4], uint64_t b) {
-    emulator::multiply({&d[0][0], kN, true, a, 0, b, true, kIsHalf});
+  static void registers(float (&d)[kN / 8][4], const uint32_t (&a)[4], uint64_t b, bool accumulate = true) {
+    emulator::multiply({&d[0][0], kN, accumulate, a, 0, b, true, kIsHalf});
   }
 };
 
