@@ -3,9 +3,9 @@
 // jax_flash/_kernel_choice.py).
 //
 // Short parts make enough blocks for a single sequence, but in a large batch they take time: each is written
-// and read. So a block of the decoding kernel may take a group of up to kGroupParts neighbors and merge them
-// itself. A row has the same bits either way: its parts are merged from left to right within each group, and
-// the groups likewise.
+// and read. So a block of the decoding kernel may take a group of up to kGroupParts neighbors, or a whole
+// row, and merge them itself. A row has the same bits either way: its parts are merged from left to right
+// within each group, and the groups likewise.
 #pragma once
 
 #include <algorithm>
@@ -54,6 +54,8 @@ struct PartMerge {
 // The workspace [parts, B, T, N, columns + 4]: of each part of a row its sum of p v, then its RowPart in a
 // vector of 16 bytes.
 struct PartRows {
+  static constexpr float kMergedSum = -1;
+
   float* data;
   int64_t num_rows;  // B * T * N
   int columns;       // of the sum of p v: whole vectors of 16 bytes
@@ -65,6 +67,14 @@ struct PartRows {
 
   __device__ __forceinline__ float* row(int64_t part, int64_t row) const {
     return data + (part * num_rows + row) * (columns + 4);
+  }
+
+  // Leaves a row out of the merging: what has all of its parts has written it out.
+  __device__ __forceinline__ void set_merged(int64_t row) const {
+    *reinterpret_cast<float4*>(this->row(0, row) + columns) = make_float4(0, kMergedSum, 0, 0);
+  }
+  __device__ __forceinline__ bool is_merged(int64_t row) const {
+    return this->row(0, row)[columns + 1] == kMergedSum;
   }
 
   // Writes a part of row `row` from a warp's accumulators [16, 8 * kTiles]. By the quad of lanes that has it,
@@ -107,15 +117,16 @@ struct CombineConfig {
 // out and lse.
 template <class Arithmetic, int kHeadDim>
 __global__ void __launch_bounds__(CombineConfig<kHeadDim>::kThreads, 2)
-    combine_kernel(const __grid_constant__ ForwardParams params, int slices, int run) {
+    combine_kernel(const __grid_constant__ ForwardParams params, int slices, int run, bool may_be_merged) {
   using Config = CombineConfig<kHeadDim>;
   constexpr int kVectors = Config::kVectors, kTeams = Config::kTeams, kAtOnce = Config::kAtOnce;
   const int team = threadIdx.x / kVectors, column = threadIdx.x % kVectors * 4;
   const int slice = team % slices;
   const PartRows rows(params);
   const int64_t row = int64_t{blockIdx.x} * (kTeams / slices) + team / slices;
-  const int num_parts = row < rows.num_rows ? static_cast<int>(params.num_key_parts) : 0;
   ptx::wait_for_grid_before();
+  const bool is_here = row < rows.num_rows && !(may_be_merged && rows.is_merged(row));
+  const int num_parts = is_here ? static_cast<int>(params.num_key_parts) : 0;
 
   RowPart total{-INFINITY, 0};
   float sum[4] = {};  // of p v, relative to total.max_log2
@@ -160,7 +171,7 @@ __global__ void __launch_bounds__(CombineConfig<kHeadDim>::kThreads, 2)
     team_totals[team][1] = total.sum;
   }
   __syncthreads();
-  if (slice > 0 || row >= rows.num_rows) return;
+  if (slice > 0 || !is_here) return;
   for (int other = team + 1; other < team + slices; ++other) {
     const float* x = &team_sums[other][column];
     merge({team_totals[other][0], team_totals[other][1]}, make_float4(x[0], x[1], x[2], x[3]));
@@ -191,18 +202,26 @@ template <int kHeadDim>
 using CombineConfigOf =
     CombineConfig<std::max(64, static_cast<int>(std::bit_ceil(static_cast<unsigned>(kHeadDim))))>;
 
-// `run`: how many parts a team merges, where these are to be a group; 0: chosen here. kTeams runs must hold
-// all parts.
-template <class Arithmetic, int kHeadDim>
-Status launch_combine(const ForwardParams& params, const LaunchContext& context, int64_t run = 0) {
+// How many neighboring parts a team merges, unless these are to be a group.
+template <int kHeadDim>
+int64_t combine_run(int64_t num_parts) {
   using Config = CombineConfigOf<kHeadDim>;
-  const int64_t num_parts = params.num_key_parts;
   int64_t slices = 1;
-  while (slices < Config::kTeams && slices * (run > 0 ? run : Config::kAtOnce) < num_parts) slices *= 2;
-  if (run == 0) run = ceil_div(num_parts, slices);
+  while (slices < Config::kTeams && slices * Config::kAtOnce < num_parts) slices *= 2;
+  return ceil_div(num_parts, slices);
+}
+
+// `run`: how many parts a team merges. kTeams runs must hold all parts. `may_be_merged`: may some rows be
+// (PartRows::set_merged)?
+template <class Arithmetic, int kHeadDim>
+Status launch_combine(const ForwardParams& params, const LaunchContext& context, int64_t run,
+                      bool may_be_merged = false) {
+  using Config = CombineConfigOf<kHeadDim>;
+  int64_t slices = 1;
+  while (slices < Config::kTeams && slices * run < params.num_key_parts) slices *= 2;
   const int64_t blocks = ceil_div(PartRows(params).num_rows, Config::kTeams / slices);
   return launch_early(combine_kernel<Arithmetic, Config::kHeadDim>, blocks, Config::kThreads, 0, context,
-                      params, static_cast<int>(slices), static_cast<int>(run));
+                      params, static_cast<int>(slices), static_cast<int>(run), may_be_merged);
 }
 
 }  // namespace jax_flash::cuda

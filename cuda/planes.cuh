@@ -14,7 +14,7 @@
 //
 // At "high" and "highest" there are two planes of each array, and p and ds have two parts: float32 rounded to
 // float16, and what remains, rounded again. Together they have 22 bits; three products are summed. There ds
-// has one factor in each warp's part of a block, by its largest magnitude.
+// has one factor in each block, or in each warp's part of one, by its largest magnitude.
 //
 // Where the rows of a key head differ by too many powers of two, or a number is not finite, planes do not
 // hold it (PlaneScales::hold), and the portable kernels, launched behind, compute this key head.
@@ -157,7 +157,7 @@ struct PlaneScales {
     return binades_above(kV, __reduce_max_sync(0xffffffff, least));
   }
 
-  // How many may lie between the largest and the least bound of ds of a row. A warp's rows share a factor,
+  // How many may lie between the largest and the least bound of ds of a row. A block's rows share a factor,
   // and two parts reach 2^-40 of the largest ds. So a row whose p are all 1 / S keeps 18 bits (15 of long
   // sequences) beside one of which a single key takes all.
   __device__ __forceinline__ static int most_of_ds(const AttentionParams& params) {

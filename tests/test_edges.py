@@ -594,6 +594,7 @@ def test_a_cached_sequence_does_not_depend_on_the_others(head_dim, queries, opti
 
 MERGED = {
     "lengths": {},
+    "equal lengths": {},
     "two queries": dict(queries=2, heads=8, is_causal=True),
     "window": dict(queries=2, heads=8, is_causal=True, local_window_size=(3000, 0)),
     "pairs": {},
@@ -615,7 +616,10 @@ MERGED = {
 )
 @pytest.mark.parametrize("keys", [900, 2200, 8100])
 def test_thread_blocks_that_merge_parts_of_keys(keys, dtype, head_dim, precision, options, platform):
-    """The bits are those of blocks with a part each; a group may be whole, cut off, or empty."""
+    """The bits are those of blocks with a part each; a group may be whole, cut off, or empty.
+
+    Where sequences are about equally long, a block merges all parts.
+    """
     if platform == "cpu":
         pytest.skip("of CUDA kernels")
     settings = dict(queries=1, heads=8) | MERGED[options]
@@ -623,6 +627,8 @@ def test_thread_blocks_that_merge_parts_of_keys(keys, dtype, head_dim, precision
     q = random(batch, queries, heads, head_dim, dtype=DTYPES[dtype])
     k, v = (random(batch, keys, 2, head_dim, seed=seed, dtype=DTYPES[dtype]) for seed in (1, 2))
     lengths = np.array([keys, keys // 2, 1, 0], np.int32)
+    if options == "equal lengths":
+        lengths = keys - np.array([0, 1, 30, 64], np.int32)
     operands = dict(key_value_seq_lengths=lengths, query_offset=lengths - queries)
     if options == "pairs":
         blocks = np.repeat(

@@ -4,11 +4,14 @@
 // The rows of a tile are those of all query heads of a key head, for every query (group_rows.cuh), or kRows
 // of them, so a tile reads keys once for all of them. The blocks of keys of a sequence, from the first to the
 // last that any row sees, are split evenly into parts, so that a cache that is not full yet occupies as many
-// multiprocessors as a full one. A thread block takes one part of a tile's keys, or in a large batch a group
-// of neighboring ones: its warps share a ring of buffers with keys and values in the order k, v, k, v, ....
-// Where there are several warps along the keys, their sums are merged at the end of each part, through the
-// buffer that was read last, while keys of the next part are on their way. What a block leaves in workspace
-// is merged by a second kernel (key_parts.cuh).
+// multiprocessors as a full one. The warps of a thread block share a ring of buffers with keys and values in
+// the order k, v, k, v, .... Where there are several warps along the keys, their sums are merged at the end
+// of each part, through the buffer that was read last, while keys of the next part are on their way.
+//
+// What a thread block takes depends on the batch: a part of a tile's keys; in a large one a group of
+// neighboring parts, which it merges; or, if there are several tiles for each multiprocessor and sequences
+// are about equally long, a whole tile. What it leaves in workspace is merged by a second kernel
+// (key_parts.cuh).
 //
 // How many parts there are, and in which order they are merged, depends on the shapes of a sequence, and not
 // on the batch or the number of key heads: so a sequence has the same bits alone and in a batch, on one
@@ -45,10 +48,12 @@ struct DecodeArguments {
   ForwardParams params;
   LogitScale logit;
   PairOptions pairs;
-  HeadRows q, k, v;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv]; k and v may be pages
-  int row_tiles;     // of a key head
-  int block_parts;   // parts that a thread block takes, one after the other
-  int num_stored;    // parts or groups of a row that are left in workspace; 1: the block writes out and lse
+  HeadRows q, k, v;     // [B * T, N, H], [B * S, K, H], [B * S, K, Hv]; k and v may be pages
+  int row_tiles;        // of a key head
+  int group_parts;      // neighboring parts that are merged first
+  int unit_parts;       // parts of a unit, which a block takes: a group, or one
+  int num_units;        // of a tile; 1: a block takes a tile
+  bool may_take_tiles;  // and where sequences are about equally long?
 };
 
 // ---- Merging rows in shared memory ----
@@ -117,34 +122,56 @@ struct DecodeConfig {
   static constexpr int kHalfBytes = RowHalf::kBytes;
   static_assert(kTile.row_warps * (kKeyWarps - 1) * kHalfBytes <= KvTile::kBytes);
 
-  // Between parts of a group, of 1,024 keys at most, the first warp keeps what it has merged behind the
-  // buffers: upper rows alone, so that three thread blocks fit into the 228 KB of a multiprocessor, of which
-  // the system takes 1 KB for each.
+  // Between parts of a group, the first warp keeps what it has merged behind the buffers: upper rows alone,
+  // so that three thread blocks fit into the 228 KB of a multiprocessor, of which the system takes 1 KB for
+  // each. Between groups it keeps those before behind that.
   static constexpr bool kMayHaveGroups = !kManyRows;
+  static constexpr bool kMayTakeTiles = kMayHaveGroups && !kPolicy.may_have_mask();
   static constexpr int kGroupRows = 8, kGroupBlocks = 1024 / kBlockN;
   static_assert(kGroupBlocks <= kMaxPartBlocks);
   static constexpr int kBlocksPerSm =
       kMayHaveGroups && 3 * (kSharedBytes + kHalfBytes + 1024) <= 228 * 1024 ? 3 : 2;
 };
 
-// The blocks of a thread block's parts in which mask and segments leave any pair of the rows visible, and
-// those in which they leave all, a bit for each block.
-struct PartBlocks {
-  uint32_t visible, whole;
+// The blocks of keys that a thread block still has to take, numbered from its first. Where mask and segments
+// may hide some, a bit for each: there are 32 at most.
+template <bool kMayHaveMask>
+struct BlockSet {
+  int next, end;
+
+  __device__ __forceinline__ explicit BlockSet(int count) : next(0), end(count) {}
+  __device__ __forceinline__ bool is_empty() const { return next >= end; }
+  __device__ __forceinline__ int first() const { return next; }
+  __device__ __forceinline__ int take() { return next++; }
+};
+template <>
+struct BlockSet<true> {
+  uint32_t bits;
+
+  __device__ __forceinline__ explicit BlockSet(int count) : bits(count == 32 ? ~0u : (1u << count) - 1) {}
+  __device__ __forceinline__ bool is_empty() const { return bits == 0; }
+  __device__ __forceinline__ int first() const { return __ffs(bits) - 1; }  // if there is one
+  __device__ __forceinline__ int take() {
+    const int block = first();
+    bits &= bits - 1;
+    return block;
+  }
 };
 
-// For `count` blocks of kBlockN keys, from the block `first` on.
+// Of `count` blocks of kBlockN keys from the block `first` on, those in which mask and segments leave any
+// pair of the rows visible stay in `visible`, and those in which they leave all in `whole`.
 template <int kBlockN>
-__device__ __forceinline__ PartBlocks find_blocks(const AttentionParams& params, int batch, int first_head,
-                                                  const GroupRows& rows, int first, int count) {
-  const VisibilityWorkspace& visible = params.visible;
+__device__ __forceinline__ void find_blocks(const AttentionParams& params, int batch, int first_head,
+                                            const GroupRows& rows, int first, int count, uint32_t& visible,
+                                            uint32_t& whole) {
+  const VisibilityWorkspace& workspace = params.visible;
   bool is_visible = false, is_whole = true;
   if (lane_id() < count) {
     // All queries are in one block of queries.
     const int n_blocks = static_cast<int>(ceil_div(params.seqlen_kv, kVisibilityBlock));
-    const bool has_heads = visible.num_heads > 1;
-    const uint8_t* block = visible.visibility +
-                           (batch * visible.num_heads + (has_heads ? first_head : 0)) * n_blocks +
+    const bool has_heads = workspace.num_heads > 1;
+    const uint8_t* block = workspace.visibility +
+                           (batch * workspace.num_heads + (has_heads ? first_head : 0)) * n_blocks +
                            (first + lane_id()) * kBlockN / static_cast<int>(kVisibilityBlock);
     for (int head = 0; head < (has_heads ? rows.group : 1); ++head) {
       const uint8_t visibility = __ldg(block + int64_t{head} * n_blocks);
@@ -152,14 +179,21 @@ __device__ __forceinline__ PartBlocks find_blocks(const AttentionParams& params,
       is_whole &= visibility == kWhole;
     }
   }
-  return {__ballot_sync(0xffffffff, is_visible), __ballot_sync(0xffffffff, is_whole)};
+  visible = __ballot_sync(0xffffffff, is_visible), whole = __ballot_sync(0xffffffff, is_whole);
 }
 
-// Takes the first block from a set of them that is not empty.
-__device__ __forceinline__ int take_block(uint32_t& blocks) {
-  const int block = __ffs(blocks) - 1;
-  blocks &= blocks - 1;
-  return block;
+// Do rows see about as many blocks of keys in each sequence? By a warp: a lane looks at a sequence.
+template <int kBlockN>
+__device__ __forceinline__ bool are_equally_long(const AttentionParams& params) {
+  int longest = 0, all = 0;
+#pragma unroll 1
+  for (int batch = lane_id(); batch < static_cast<int>(params.batch); batch += 32) {
+    const KeyBlocks seen = Mask(params, batch).key_blocks<kBlockN>(0, static_cast<int>(params.seqlen_q));
+    longest = max(longest, seen.end - seen.begin);
+    all += seen.end - seen.begin;
+  }
+  longest = __reduce_max_sync(0xffffffff, longest), all = __reduce_add_sync(0xffffffff, all);
+  return 10 * int64_t{longest} * params.batch <= 11 * int64_t{all};
 }
 
 template <class Config>
@@ -178,14 +212,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   constexpr int kNTiles = kWarpKeys / 8, kOutTiles = kHeadDim / 8;
   const ForwardParams& params = arguments.params;
 
-  // ---- Part: the first ones come first, for those beyond a sequence's keys have nothing to do ----
+  // ---- Unit: the first ones come first, for those beyond a sequence's keys have nothing to do ----
   // Tiles of the same keys run side by side, so that all but one can find them in L2.
   const unsigned row_tiles = Config::kManyRows ? arguments.row_tiles : 1, index = blockIdx.x / row_tiles;
   const int row_tile = blockIdx.x % row_tiles;
   const int num_kv_heads = static_cast<int>(params.num_kv_heads);
   const int kv_head = index % num_kv_heads;
   const int batch = index / num_kv_heads % static_cast<int>(params.batch);
-  const int stored = index / num_kv_heads / static_cast<int>(params.batch);
+  const int first_unit = index / num_kv_heads / static_cast<int>(params.batch);
+  bool takes_tile = arguments.num_units == 1;
+  if (Config::kMayTakeTiles && arguments.may_take_tiles && are_equally_long<kBlockN>(params)) {
+    if (first_unit > 0) return;
+    takes_tile = true;
+  }
   const GroupRows rows(params);
   const int first_head = kv_head * rows.group, first_tile_row = row_tile * Config::kRows;
 
@@ -194,14 +233,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const int num_parts = static_cast<int>(params.num_key_parts);
   const int part_blocks =
       max(Config::kMinPartBlocks, (seen.end - seen.begin + num_parts - 1) / num_parts);  // but for the last
-  const int block_parts = Config::kMayHaveGroups ? arguments.block_parts : 1;
-  const int first_block = seen.begin + stored * block_parts * part_blocks;
-  const int num_blocks = max(0, min(seen.end - first_block, block_parts * part_blocks));
-  PartBlocks blocks;
-  blocks.visible = blocks.whole = num_blocks == 32 ? ~0u : (1u << num_blocks) - 1;
+  const int unit_parts = Config::kMayHaveGroups ? arguments.unit_parts : 1;
+  const int first_block = seen.begin + first_unit * unit_parts * part_blocks;
+  const int num_blocks =
+      max(0, takes_tile ? seen.end - first_block : min(seen.end - first_block, unit_parts * part_blocks));
+  BlockSet<kMayHaveMask> blocks(num_blocks);
+  [[maybe_unused]] uint32_t whole_blocks = ~0u;
   if constexpr (kMayHaveMask) {
     if (params.hides_pairs()) {
-      blocks = find_blocks<kBlockN>(params, batch, first_head, rows, first_block, num_blocks);
+      find_blocks<kBlockN>(params, batch, first_head, rows, first_block, num_blocks, blocks.bits,
+                           whole_blocks);
     }
   }
 
@@ -219,29 +260,30 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   auto row_of_block = [&](int block) { return (first_block + block) * kBlockN; };
   struct Source {
     KvLoader loader;
-    uint32_t blocks;  // to be loaded
+    BlockSet<kMayHaveMask> blocks;  // to be loaded
   };
-  const int first_row = blocks.visible ? row_of_block(__ffs(blocks.visible) - 1) : 0;
-  Source k_source{KvLoader(arguments.k, kv_row0 + first_row, kv_head), blocks.visible};
-  Source v_source{KvLoader(arguments.v, kv_row0 + first_row, kv_head), blocks.visible};
+  const bool sees_keys = !blocks.is_empty();
+  const int first_row = sees_keys ? row_of_block(blocks.first()) : 0;
+  Source k_source{KvLoader(arguments.k, kv_row0 + first_row, kv_head), blocks};
+  Source v_source{KvLoader(arguments.v, kv_row0 + first_row, kv_head), blocks};
   // In pages, the next block's rows are found a block ahead: the reads of page_indices are not waited for.
   int32_t page_rows[KvLoader::kCopies];
-  auto find_rows = [&](uint32_t blocks) {
-    if (pages && blocks) {
-      KvLoader::find_rows(page_rows, pages, row_of_block(__ffs(blocks) - 1), queries.kv_length);
+  auto find_rows = [&](const BlockSet<kMayHaveMask>& blocks) {
+    if (pages && !blocks.is_empty()) {
+      KvLoader::find_rows(page_rows, pages, row_of_block(blocks.first()), queries.kv_length);
     }
   };
-  find_rows(blocks.visible);
+  find_rows(blocks);
   auto load_item = [&](Source& source, int stage) {
-    if (source.blocks) {
-      const int block = take_block(source.blocks);
+    if (!source.blocks.is_empty()) {
+      const int block = source.blocks.take();
       if (pages) {
         source.loader.load_pages(sKv(stage), page_rows, pages, kv_head, row_of_block(block),
                                  queries.kv_length);
         if (&source == &v_source) find_rows(v_source.blocks);
       } else {
         source.loader.load(sKv(stage), row_of_block(block), queries.kv_length);
-        if (source.blocks) source.loader.move_rows((__ffs(source.blocks) - 1 - block) * kBlockN);
+        if (!source.blocks.is_empty()) source.loader.move_rows((source.blocks.first() - block) * kBlockN);
       }
     }
     ptx::copy_async_commit();  // empty groups count, too
@@ -252,7 +294,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     __syncthreads();
   };
 
-  if (blocks.visible) {
+  if (sees_keys) {
     QLoader::load_rows(arguments.q, sQ, [&](int tile_row) -> int64_t {
       const int row = first_tile_row + tile_row;
       if (row >= rows.count) return -1;
@@ -267,7 +309,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     load_item(v_source, item + 1);
   }
   if constexpr (kStages % 2 == 0) load_item(k_source, kStages - 2);
-  if (blocks.visible) {
+  if (sees_keys) {
     ptx::copy_async_wait<kStages - 2>();
     QLoader::round(sQ);
   }
@@ -288,18 +330,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   float out[1][kOutTiles][4];  // [16, kHeadDim], the sum over this warp's keys
   RowPart ends[2];
 #pragma unroll 1
-  for (int part_end = 0; part_end == 0 || (Config::kMayHaveGroups && part_end < num_blocks);) {
-    const int part_begin = part_end;
+  for (int part = 0, part_end = 0; part == 0 || (Config::kMayHaveGroups && part_end < num_blocks); ++part) {
     part_end += part_blocks;
     const bool is_last = !Config::kMayHaveGroups || part_end >= num_blocks;
-    uint32_t remaining = is_last ? blocks.visible : blocks.visible & ((1u << part_end) - 1);  // of this part
-    blocks.visible ^= remaining;
     clear(out);
     OnlineSoftmax<1> softmax;
 
 #pragma unroll 1
-    while (remaining) {
-      const int block = take_block(remaining);
+    while (!blocks.is_empty() && blocks.first() < part_end) {
+      const int block = blocks.take();
       const int n_start = row_of_block(block) + warp_key;
       const bool hidden = mask.hides(n_start, kWarpKeys);
       RegisterA<Products, 1, kNTiles> p;
@@ -320,7 +359,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
           transform_scores(scores, arguments.logit);
         }
         if constexpr (kMayHaveMask) {
-          if (!(blocks.whole >> block & 1)) {
+          if (!(whole_blocks >> block & 1)) {
             PairBits<kNTiles> visible[1];
             load_visible(visible, pairs, warp_row, n_start);
             fill_unset(scores, visible, -INFINITY);
@@ -341,7 +380,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       }
       move_stage();
     }
-    if (is_last && arguments.num_stored > 1) ptx::let_next_grid_start();
+    if (is_last && arguments.num_units > 1) ptx::let_next_grid_start();
 #pragma unroll
     for (int h = 0; h < 2; ++h) ends[h] = {softmax.max_log2[0][h], row_sum(softmax.sum[0][h])};
 
@@ -370,16 +409,25 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       }
     }
 
-    // ---- Merge the parts of a group ----
+    // ---- Merge the parts of a group, and the groups ----
+    if (key_warp > 0) continue;
     if constexpr (Config::kMayHaveGroups) {
-      const RowHalf group{sQ.base + Config::kSharedBytes};
-      if (key_warp == 0 && part_begin > 0) group.merge_into(ends[0], out, 0);
-      if (key_warp == 0 && !is_last) group.store(ends[0], out, 0);
+      const RowHalf of_group{sQ.base + Config::kSharedBytes},
+          before_group{of_group.base + Config::kHalfBytes};
+      const int group_parts = takes_tile ? arguments.group_parts : unit_parts;
+      const int in_group = part % group_parts;
+      if (in_group > 0) of_group.merge_into(ends[0], out, 0);
+      if (!is_last && in_group < group_parts - 1) {
+        of_group.store(ends[0], out, 0);
+        continue;
+      }
+      if (part > in_group) before_group.merge_into(ends[0], out, 0);
+      if (!is_last) before_group.store(ends[0], out, 0);
     }
   }
   if (key_warp > 0) return;
 
-  // ---- Write out: a part or a group, or out and lse ----
+  // ---- Write out: a unit, or out and lse ----
   const int head_dim_v = arguments.v.head_dim;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -387,17 +435,21 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     if (row >= rows.count) continue;
     const int head = first_head + rows.head(row);
     const int64_t index = (batch * params.seqlen_q + rows.query(row)) * params.num_heads + head;
-    if (arguments.num_stored > 1) {
-      PartRows(params).store<Arithmetic>(stored, index, ends[h], out, h);
-    } else {
+    const PartRows parts(params);
+    if (!takes_tile) {
+      parts.store<Arithmetic>(first_unit, index, ends[h], out, h);
+      continue;
+    }
 #pragma unroll
-      for (auto& tile : out[0]) add_zero(tile[2 * h]), add_zero(tile[2 * h + 1]);
-      const RowEnd end = finish_row(ends[h].max_log2, ends[h].sum, sink_log2(params, batch, head));
-      Element* to = static_cast<Element*>(params.out) + index * head_dim_v;
-      for_each_run<Arithmetic>(out, 0, h, [&](int column, const auto& values) {
-        store_run<Arithmetic>(to, column, head_dim_v, !end.is_empty, end.normalizer, values);
-      });
-      if (lane_id() % 4 == 0) static_cast<float*>(params.lse)[index] = end.lse;
+    for (auto& tile : out[0]) add_zero(tile[2 * h]), add_zero(tile[2 * h + 1]);
+    const RowEnd end = finish_row(ends[h].max_log2, ends[h].sum, sink_log2(params, batch, head));
+    Element* to = static_cast<Element*>(params.out) + index * head_dim_v;
+    for_each_run<Arithmetic>(out, 0, h, [&](int column, const auto& values) {
+      store_run<Arithmetic>(to, column, head_dim_v, !end.is_empty, end.normalizer, values);
+    });
+    if (lane_id() % 4 == 0) {
+      static_cast<float*>(params.lse)[index] = end.lse;
+      if (arguments.num_units > 1) parts.set_merged(index);
     }
   }
 }
@@ -420,21 +472,29 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
   const int64_t part_blocks = std::max<int64_t>(Config::kMinPartBlocks, ceil_div(num_blocks, num_parts));
   if (num_parts > num_blocks || part_blocks > Config::kMaxPartBlocks) return Status::not_served();
 
-  // How many parts a group has depends on the shape of a sequence alone; whether a block takes a group or a
-  // part, on the batch, too. With three groups for every four multiprocessors, or more, longer blocks are
-  // faster than more of them.
+  // How many parts a group has depends on the shape of a sequence alone; what a block takes, on the batch,
+  // too. With three groups for every four multiprocessors, or more, longer blocks are faster than more of
+  // them. With three tiles for each multiprocessor, tiles that are equally long are, two at a time: memory is
+  // read in fewer, longer streams.
   const int64_t rows = number_of_rows(params), row_tiles = ceil_div(rows, Config::kRows);
   const int64_t tiles = params.batch * params.num_kv_heads * row_tiles;
-  int64_t group = 1;
-  if (Config::kMayHaveGroups && rows <= Config::kGroupRows) {
-    group = std::clamp<int64_t>(Config::kGroupBlocks / part_blocks, 1, std::min(num_parts, kGroupParts));
-    if (ceil_div(num_parts, group) > CombineConfigOf<Config::kHeadDim>::kTeams) group = 1;
+  const bool may_merge = Config::kMayHaveGroups && rows <= Config::kGroupRows && num_parts > 1;
+  int64_t group_parts = 1;
+  if (may_merge) {
+    group_parts =
+        std::clamp<int64_t>(Config::kGroupBlocks / part_blocks, 1, std::min(num_parts, kGroupParts));
+    if (ceil_div(num_parts, group_parts) > CombineConfigOf<Config::kHeadDim>::kTeams) group_parts = 1;
   }
-  const int64_t num_groups = ceil_div(num_parts, group);
-  const bool merges_groups = context.forced_tile >= 0 ? context.forced_tile == 1
-                                                      : 4 * num_groups * tiles >= 3 * context.multiprocessors;
-  const int64_t block_parts = merges_groups ? group : 1;
-  const int64_t num_stored = ceil_div(num_parts, block_parts);
+  const auto is_chosen = [&](bool is_faster) {
+    return context.forced_tile < 0 ? is_faster : context.forced_tile == 1;
+  };
+  const int64_t groups = ceil_div(num_parts, group_parts) * tiles;
+  const bool takes_groups = group_parts > 1 && is_chosen(4 * groups >= 3 * context.multiprocessors);
+  const int64_t unit_parts = takes_groups ? group_parts : 1, num_units = ceil_div(num_parts, unit_parts);
+  // As the second kernel merges them.
+  if (group_parts == 1) group_parts = combine_run<Config::kHeadDim>(num_parts);
+  const bool may_take_tiles =
+      may_merge && Config::kMayTakeTiles && num_units > 1 && is_chosen(tiles >= 3 * context.multiprocessors);
 
   const DecodeArguments arguments{params,
                                   LogitScale(params),
@@ -443,16 +503,18 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
                                   head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
                                   head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
                                   static_cast<int>(row_tiles),
-                                  static_cast<int>(block_parts),
-                                  static_cast<int>(num_stored)};
-  const int shared_bytes = Config::kSharedBytes + (block_parts > 1 ? Config::kHalfBytes : 0);
-  const Status status =
-      launch(decode_kernel<Config>, num_stored * tiles, Config::kThreads, shared_bytes, context, arguments);
-  if (status.failed() || num_stored == 1) return status;
-  ForwardParams of_stored = params;
-  of_stored.num_key_parts = num_stored;
-  const int64_t run = group == 1 ? 0 : merges_groups ? num_stored : group;
-  return launch_combine<typename Config::Arithmetic, Config::kHeadDim>(of_stored, context, run);
+                                  static_cast<int>(group_parts),
+                                  static_cast<int>(unit_parts),
+                                  static_cast<int>(num_units),
+                                  may_take_tiles};
+  const int kept = may_take_tiles ? 2 : unit_parts > 1 ? 1 : 0;
+  const Status status = launch(decode_kernel<Config>, num_units * tiles, Config::kThreads,
+                               Config::kSharedBytes + kept * Config::kHalfBytes, context, arguments);
+  if (status.failed() || num_units == 1) return status;
+  ForwardParams of_units = params;
+  of_units.num_key_parts = num_units;
+  return launch_combine<typename Config::Arithmetic, Config::kHeadDim>(
+      of_units, context, unit_parts > 1 ? num_units : group_parts, may_take_tiles);
 }
 
 template <class Arithmetic, int kHeadDim, bool kManyRows>

@@ -74,6 +74,7 @@
 #include "sm90/tensor_map.h"
 #include "sm90/tile_loader.cuh"
 #include "softmax.cuh"
+#include "tiles.h"
 
 namespace jax_flash::cuda::sm90 {
 
@@ -88,7 +89,9 @@ struct FineBackwardArguments {
 template <int kHeadDim_>
 struct FineBackwardConfig {
   static constexpr int kHeadDim = kHeadDim_, kPlanes = 2;
-  static constexpr int kBlockM = 64, kBlockN = 128;
+  static constexpr BackwardTile kTile = kFineBackwardTile;
+  static constexpr int kBlockM = kTile.block_m, kBlockN = 128;
+  static_assert(kBlockM == 64 && kTile.stages == 1 && kTile.kv_stages == 1);
   static_assert(kStatsRows % kBlockM == 0 && kKeyUnit % kBlockN == 0);
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;

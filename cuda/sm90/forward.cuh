@@ -1066,7 +1066,8 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
   const Status status = launch_tiles<Config>(forward_kernel<Config>, blocks, context, arguments);
   if constexpr (Config::kIsSplit) {
     if (!status.failed()) {
-      return launch_combine<typename Config::Arithmetic, kHeadDim>(params, context);
+      return launch_combine<typename Config::Arithmetic, kHeadDim>(
+          params, context, combine_run<kHeadDim>(params.num_key_parts));
     }
   }
   return status;
@@ -1085,7 +1086,7 @@ Status forward(const ForwardParams& params, const LaunchContext& context) {
     if (context.compute_capability == 90 && is_wide_without_pairs(params)) {
       ForwardParams without_parts = params;
       without_parts.num_key_parts = 0;
-      return launch_combine<Arithmetic, kHeadDim>(without_parts, context);
+      return launch_combine<Arithmetic, kHeadDim>(without_parts, context, 0);
     }
   }
   if (!is_served(params, context)) return Status::not_served();
