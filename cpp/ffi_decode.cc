@@ -330,6 +330,7 @@ ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi
   RETURN_IF_ERROR(TakeWorkspace(call, pass, *params, /*num_directions=*/1, &workspace));
   params->tile_counter = workspace.tile_counter.data;
   params->planes = PlanesOf(workspace);
+  params->has_nan = workspace.has_nan.data;
   params->visible = VisibilityOf(workspace, params->mask);
   params->delta = workspace.delta.data;
   params->lse_log2 = workspace.lse_log2.data;

@@ -206,6 +206,7 @@ struct BackwardParams : AttentionParams {
   float* dk_parts;  // sums of dk and dv over parts of the query heads, likewise; null: no parts
   float* dv_parts;
   int64_t num_head_parts;  // of a batch element: a multiple of K that divides N; K where there are no parts
+  int32_t* has_nan;        // did gradients come out as NaN? Null but in float32
 
   // The gradients of the logits [B, N, T, S], in q's dtype, where a row sees a key; elsewhere anything. Null:
   // not wanted.

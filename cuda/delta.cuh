@@ -50,10 +50,10 @@ inline constexpr int kDeltaThreads = 256, kDeltaRows = 64;  // of a block
 static_assert(kStatsRows % kDeltaRows == 0);
 
 // delta [B, N, length] = rowsum(dout * out) - dlse and lse_log2 [B, N, length] = lse * log2(e), kDeltaRows
-// rows of a head per block. Also clears the counter of tiles and `turns` [B, N, ceil(T / kDeltaRows)], unless
-// they are null, and `count` floats at `to_clear`, which is aligned to 16 bytes: `share` of them, a multiple
-// of 4, per block. A row whose lse is -inf, or one beyond the end, gets delta = 0 and lse_log2 = +inf: its
-// probabilities become 0.
+// rows of a head per block. Also clears the counter of tiles, has_nan and `turns` [B, N, ceil(T /
+// kDeltaRows)], unless they are null, and `count` floats at `to_clear`, which is aligned to 16 bytes: `share`
+// of them, a multiple of 4, per block. A row whose lse is -inf, or one beyond the end, gets delta = 0 and
+// lse_log2 = +inf: its probabilities become 0.
 //
 // kLanes lanes share a row, which is a whole number of vectors of kBytes.
 template <class Element, int kLanes, int kBytes>
@@ -74,7 +74,10 @@ __global__ void __launch_bounds__(kDeltaThreads)
   const int batch = static_cast<int>(rows / (length / kDeltaRows));
   const int row0 = (static_cast<int>(rows) - batch * (length / kDeltaRows)) * kDeltaRows;
 
-  if (index == 0 && threadIdx.x == 0 && params.tile_counter) *params.tile_counter = 0;
+  if (index == 0 && threadIdx.x == 0) {
+    if (params.tile_counter) *params.tile_counter = 0;
+    if (params.has_nan) *params.has_nan = 0;
+  }
   if (turns && threadIdx.x == 0 && row0 < params.seqlen_q) {
     const int64_t blocks = ceil_div(params.seqlen_q, kDeltaRows);
     turns[(int64_t{batch} * num_heads + head) * blocks + row0 / kDeltaRows] = 0;

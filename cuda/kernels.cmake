@@ -48,9 +48,6 @@ if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
       foreach(direction IN ITEMS forward backward backward_dq)
         jax_flash_kernels(${direction} sm90 tf32x3 ${head_dim})
       endforeach()
-      # Behind the gradients, for key heads that planes do not hold, such as those with infinities.
-      jax_flash_kernels(backward sm80 tf32x3_infinity ${head_dim})
-      jax_flash_kernels(backward_dq sm80 tf32x3_infinity ${head_dim})
     endif()
   endforeach()
 endif()
@@ -72,6 +69,9 @@ foreach(head_dim IN LISTS sm80_head_dims)
       endif()
     endforeach()
   endforeach()
+  # Behind the gradients at "highest", for infinities and for key heads that planes do not hold.
+  jax_flash_kernels(backward sm80 tf32x3_infinity ${head_dim})
+  jax_flash_kernels(backward_dq sm80 tf32x3_infinity ${head_dim})
 endforeach()
 
 # float64. No tile fits into shared memory for more columns than 128, and those of backward_tangent for more than 64.

@@ -209,6 +209,7 @@ void test_workspace_of_planes() {
                            {DataType::F32, {3 * planes, 2, 6, 128}},
                            {DataType::F32, {2 * planes, dq_rows, 6, 8}},
                            {DataType::S32, {1}},
+                           {DataType::S32, {1}},
                            statistics,
                            statistics,
                            parts,

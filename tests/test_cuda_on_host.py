@@ -57,6 +57,8 @@ def test_some_kernel_takes_every_head_dim(kernels):
         assert (*row, head_dim) in kernels
     for row in itertools.product(("forward", "backward", "backward_dq"), ["sm90"], ["tf32x3"], [64, 128]):
         assert row in kernels
+    for row in itertools.product(("backward", "backward_dq"), ["sm80"], ["tf32x3_infinity"], [64, 128, 256]):
+        assert row in kernels
     for direction in ("short_forward", "short_backward", "short_backward_bias"):
         for arithmetic, head_dim in zip(arithmetics[:3], (64, 64, 32), strict=True):
             assert (direction, "sm80", arithmetic, head_dim) in kernels

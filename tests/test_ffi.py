@@ -78,7 +78,7 @@ def workspace(target: str, q, k, v, key_parts: int = 0, has_planes=True) -> list
         return []  # such a call ends before it is looked at
     (B, T, N, H), (S, K), Hv = q, k[1:3], v[-1]
     statistics = 2 * [((B, N, (1 if has_planes else 2) * (-(-T // 128) * 128)), F32)]
-    counter = [((1,), I32)]
+    counter, has_nan = [((1,), I32)], [((1,), I32)]
     planes = [((0, B, K, 16 + Hv + 2 * H), I32)]
     planes += [((0, *shape), jnp.uint16) for shape in ((T, N, H), (S, K, H), (S, K, Hv))]
     rows = -(-S // 16) * 16
@@ -87,7 +87,7 @@ def workspace(target: str, q, k, v, key_parts: int = 0, has_planes=True) -> list
     types = {
         "jax_flash_forward": (planes + counter) * has_planes,
         "jax_flash_backward": [
-            *(planes + of_gradient + counter) * has_planes,
+            *(planes + of_gradient + counter + has_nan) * has_planes,
             *statistics,
             *parts * has_planes,
         ],

@@ -492,7 +492,7 @@ def test_only_the_key_head_that_planes_do_not_hold(platform):
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite(name, value, precision, platform):
-    """As the portable kernels have it. At "highest" these have NaN for some infinities of gradients."""
+    """As the portable kernels have it."""
     rng = np.random.default_rng(0)
     shapes = dict(q=(1, T, 2, 64), k=(1, S, 2, 64), v=(1, S, 2, 64), dout=(1, T, 2, 64))
     arrays = {key: rng.standard_normal(shape).astype(np.float32) for key, shape in shapes.items()}
@@ -503,8 +503,6 @@ def test_what_is_not_finite(name, value, precision, platform):
         # Of this head; the forward pass does not see dout.
         if field != "out" or name != "dout":
             own, want = np.asarray(got[field])[:, :, 1], np.asarray(portable[field])[:, :, 1]
-            if field != "out" and precision == "highest" and np.isinf(value):
-                own = np.where(np.isnan(want), want, own)
             if name == "dout":  # the portable backward pass begins with another out
                 np.testing.assert_allclose(own, want, rtol=0.1, atol=0.01)
             else:

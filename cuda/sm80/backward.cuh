@@ -121,9 +121,15 @@ class QueryWalk {
   int index_ = 0;
 };
 
+// The tiles of keys of all key heads.
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
-    backward_kernel(const __grid_constant__ BackwardArguments<typename Config::Arithmetic::Sum> arguments) {
+__host__ __device__ constexpr int64_t key_tiles(const BackwardParams& params) {
+  return ceil_div(params.seqlen_kv, Config::kBlockN) * params.num_kv_heads * params.batch;
+}
+
+template <class Config>
+__device__ __forceinline__ void compute_key_tile(
+    const BackwardArguments<typename Config::Arithmetic::Sum>& arguments, unsigned tile) {
   using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
   using Sum = typename Arithmetic::Sum;
@@ -160,9 +166,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int num_heads = static_cast<int>(params.num_heads),
             num_kv_heads = static_cast<int>(params.num_kv_heads);
   const int num_n_blocks = (seqlen_kv + kBlockN - 1) / kBlockN;
-  const int n_start = blockIdx.x % num_n_blocks * kBlockN;
-  const int kv_head = blockIdx.x / num_n_blocks % num_kv_heads;
-  const int batch = blockIdx.x / num_n_blocks / num_kv_heads;
+  const int n_start = tile % num_n_blocks * kBlockN;
+  const int kv_head = tile / num_n_blocks % num_kv_heads;
+  const int batch = tile / num_n_blocks / num_kv_heads;
   const int group = num_heads / num_kv_heads;  // query heads of this key head
   if (is_of_others<Arithmetic>(params, batch, kv_head)) return;
 
@@ -390,6 +396,20 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     stage ^= stage_step;
   }
 
+  // ---- Are there infinities? Their small parts are NaN, and with them dk or dv of keys that meet them ----
+  if constexpr (std::is_same_v<Arithmetic, tf32x3>) {
+    bool has_nan = false;
+    const auto look_at = [&](const auto& acc) {
+      for_each_accumulator(acc, [&](int mt, int h, int nt, int c) {
+        const Sum x = acc[mt][nt][2 * h + c];
+        has_nan |= x != x;
+      });
+    };
+    look_at(dk);
+    look_at(dv);
+    if (has_nan) *params.has_nan = 1;
+  }
+
   // ---- Write dk and dv; keys beyond the length get zeros ----
   Sum of_dk = kIs16Bit<Arithmetic> ? arguments.logit.scale : 1;
   Sum of_dv = kMayHaveOthers ? arguments.pairs.kept_factor : 1;
@@ -418,6 +438,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 }
 
 template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
+    backward_kernel(const __grid_constant__ BackwardArguments<typename Config::Arithmetic::Sum> arguments) {
+  for_each_tile<typename Config::Arithmetic>(
+      arguments.params, static_cast<unsigned>(key_tiles<Config>(arguments.params)),
+      [&](unsigned tile) { compute_key_tile<Config>(arguments, tile); });
+}
+
+template <class Config>
 Status launch_backward(const BackwardParams& params, const LaunchContext& context) {
   using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
@@ -442,7 +470,7 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
     if (dq_accum) status = cudaMemsetAsync(dq_accum, 0, sizeof(Sum) * dq_size, context.stream);
     if (!status.failed()) status = launch_planes(params, params.dout, context);
     if (!status.failed()) status = launch_plane_rows(params, context);
-  } else {
+  } else if (!std::is_same_v<Arithmetic, tf32x3_infinity> || params.planes) {  // else there are rows already
     status = launch_delta<Element>(params, reinterpret_cast<float*>(dq_accum),
                                    dq_accum ? dq_size * (sizeof(Sum) / 4) : 0, context);
   }
@@ -451,7 +479,8 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
   }
   if (status.failed()) return status;
   const BackwardArguments<Sum> arguments{gradient_arguments<Arithmetic>(params), dq_accum, stages};
-  const int64_t blocks = ceil_div(params.seqlen_kv, Config::kBlockN) * params.num_kv_heads * params.batch;
+  const int64_t blocks =
+      num_blocks<Arithmetic>(params, key_tiles<Config>(params), Config::kTile.blocks_per_sm, context);
   status = launch(backward_kernel<Config>, blocks, Config::kThreads, Config::shared_bytes(stages), context,
                   arguments);
   if constexpr (kIs16Bit<Arithmetic>) {

@@ -43,9 +43,15 @@ struct BackwardDqConfig {
   using Keys = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/true, kBlockM, kBlockN>;
 };
 
+// The tiles of queries of all heads.
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm) backward_dq_kernel(
-    const __grid_constant__ GradientArguments<typename Config::Arithmetic::Sum> arguments) {
+__host__ __device__ constexpr int64_t query_tiles(const BackwardParams& params) {
+  return ceil_div(params.seqlen_q, Config::kBlockM) * params.num_heads * params.batch;
+}
+
+template <class Config>
+__device__ __forceinline__ void compute_query_tile(
+    const GradientArguments<typename Config::Arithmetic::Sum>& arguments, unsigned tile) {
   using Arithmetic = typename Config::Arithmetic;
   using Element = typename Config::Element;
   using Sum = typename Arithmetic::Sum;
@@ -63,9 +69,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int seqlen_kv = static_cast<int>(params.seqlen_kv),
             num_kv_heads = static_cast<int>(params.num_kv_heads);
   const int num_m_blocks = (seqlen_q + kBlockM - 1) / kBlockM;
-  const int m_start = (num_m_blocks - 1 - blockIdx.x % num_m_blocks) * kBlockM;
-  const int head = blockIdx.x / num_m_blocks % num_heads;
-  const int batch = blockIdx.x / num_m_blocks / num_heads;
+  const int m_start = (num_m_blocks - 1 - tile % num_m_blocks) * kBlockM;
+  const int head = tile / num_m_blocks % num_heads;
+  const int batch = tile / num_m_blocks / num_heads;
   const int kv_head = head / (num_heads / num_kv_heads);
   if (is_of_others<Arithmetic>(params, batch, kv_head)) return;
 
@@ -207,12 +213,22 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 }
 
 template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm) backward_dq_kernel(
+    const __grid_constant__ GradientArguments<typename Config::Arithmetic::Sum> arguments) {
+  for_each_tile<typename Config::Arithmetic>(
+      arguments.params, static_cast<unsigned>(query_tiles<Config>(arguments.params)),
+      [&](unsigned tile) { compute_query_tile<Config>(arguments, tile); });
+}
+
+template <class Config>
 Status launch_backward_dq(const BackwardParams& params, const LaunchContext& context) {
-  const auto arguments = gradient_arguments<typename Config::Arithmetic>(params);
+  using Arithmetic = typename Config::Arithmetic;
+  const auto arguments = gradient_arguments<Arithmetic>(params);
   if (const Status status = launch_lists(params, Config::Keys::shape(), context); status.failed()) {
     return status;
   }
-  const int64_t blocks = ceil_div(params.seqlen_q, Config::kBlockM) * params.num_heads * params.batch;
+  const int64_t blocks =
+      num_blocks<Arithmetic>(params, query_tiles<Config>(params), Config::kTile.blocks_per_sm, context);
   return launch(backward_dq_kernel<Config>, blocks, Config::kThreads, Config::kSharedBytes, context,
                 arguments);
 }

@@ -1,10 +1,13 @@
 // What the kernels of a gradient get from the host.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
 #include <type_traits>
 
 #include "arithmetic.h"
 #include "delta.cuh"
+#include "launch.h"
 #include "pairs.cuh"
 #include "params.h"
 #include "planes.cuh"
@@ -37,6 +40,33 @@ GradientArguments<typename Arithmetic::Sum> gradient_arguments(const BackwardPar
           rows(k, params.seqlen_kv, params.num_kv_heads, params.head_dim),
           rows(v, params.seqlen_kv, params.num_kv_heads, params.head_dim_v),
           rows(dout, params.seqlen_q, params.num_heads, params.head_dim_v)};
+}
+
+// ---- Tiles: each block has one ----
+//
+// But behind kernels with three products of TF32 there is nothing to do, as a rule. So there are no more
+// blocks than run side by side, which take the tiles in turn: even blocks that return at once take time.
+
+template <class Arithmetic>
+int64_t num_blocks(const BackwardParams& params, int64_t tiles, int blocks_per_sm,
+                   const LaunchContext& context) {
+  const bool is_behind = std::is_same_v<Arithmetic, tf32x3_infinity> && !params.planes;
+  return is_behind ? std::min<int64_t>(tiles, blocks_per_sm * context.multiprocessors) : tiles;
+}
+
+// Calls f(tile) for those of this block.
+template <class Arithmetic, class F>
+__device__ __forceinline__ void for_each_tile(const BackwardParams& params, unsigned tiles, const F& f) {
+  if constexpr (std::is_same_v<Arithmetic, tf32x3_infinity>) {
+    if (!params.planes && *params.has_nan == 0) return;
+#pragma unroll 1
+    for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+      f(tile);
+      __syncthreads();  // all threads have finished with shared memory
+    }
+  } else {
+    f(blockIdx.x);
+  }
 }
 
 // ---- Units: those of planes where products are of planes (planes.cuh), else none ----
