@@ -8,21 +8,21 @@
 //
 // Each product is three, of which the one of the high planes comes last: tensor cores cut sums off, and small
 // ones first lose least. Sums that go on for long are added outside of the tensor cores: those of a block of
-// queries for dk and dv, of two steps for dout v^T (multiply_dp of sm80/product.cuh). So both dk and dv are
-// computed 64 columns at a time, in `part`: 32 registers.
+// queries for dk and dv, and of 64 columns for dout v^T, from which delta is subtracted next. Beside dk, dv,
+// p and ds, registers have room for sums of 32 columns of dk or dv, so these are computed in parts.
 //
-// All ds of a block have one factor, by their largest magnitude (planes.cuh): consumers exchange it.
+// All ds of a block have one factor, by their largest magnitude (planes.cuh), which warps exchange.
 //
 //   warp 0      loads k, then q, lse and delta
 //   warp 1      loads v, then dout
 //   warps 4...  two consumers
 //
-// Timeline of one consumer in a block of queries. S is q k^T; D0 to D3 are dout v^T, two steps of 16 columns
-// each; dV, dK and dQ the gradients, the former in parts a and b. "1" and "2" are named barriers.
+// Timeline of one consumer in a block of queries, at head dim 128. D0 and D1 are dout v^T, S is q k^T; dV and
+// dK are the parts of the gradients, dQ those of this consumer's columns. "1" and "2" are bar 1 and 2.
 //
-//   warps 0, 1                                                  next dout              next q
-//   tensor cores   S D0      D1  D2  D3       dVa      dVb  dKa          dKb dQ
-//   other units        p       +   +   +  ds      1 store  +   +     2        +  + add dq
+//   warps 0, 1                                                                      next dout          next q
+//   tensor cores   D0 D1    S           dV            dV  dV  dV   dK     dK  dK  dK   dQ
+//   other units          +     p, ds       1 store ds   +   +   +     2     +   +   +     add dq
 //
 // Barriers. A ring has "full" and "empty" for its only stage (ring.cuh). With TMA, a phase of "full" also
 // waits for the bytes; "bar" is a hardware barrier.
@@ -31,7 +31,8 @@
 //   q full       3: warp 0, for each plane and  block of         consumers   q; its lse and delta
 //                for lse and delta, with TMA    queries
 //   q empty      256: each consumer thread      block of         warp 0      the same, until dk += ds^T q is
-//                                               queries                      done
+//                                               queries                      done; the largest ds of each
+//                                                                            warp, until all have read it
 //   dout full    2: warp 1, for each plane,     block of         consumers   dout
 //                with TMA                       queries
 //   dout empty   2: a thread of each consumer   block of         warp 1      the same, until dv += p^T dout
@@ -238,11 +239,13 @@ template <class Config>
 struct FineBackwardConsumer {
   static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM, kParts = Config::kParts;
   static constexpr int kTiles = kBlockM / 8, kSteps = kBlockM / 16;
-  using Scores = float[1][kTiles][4];                                     // [64 keys, kBlockM]
-  using Operand = uint32_t[Config::kPlanes][kSteps][4];                   // the same in two planes
-  using Part = float[1][Config::kPartColumns / 8][4];                     // [64 keys, kPartColumns]
-  using Dq = float[1][Config::kDqColumns / 8][4];                         // [64 queries, kDqColumns]
-  static constexpr int kDpSteps = 4, kDpSums = kHeadDim / 16 / kDpSteps;  // of dout v^T in tensor cores
+  using Scores = float[1][kTiles][4];                    // [64 keys, kBlockM]
+  using Operand = uint32_t[Config::kPlanes][kSteps][4];  // the same in two planes
+  using Part = float[1][Config::kPartColumns / 8][4];    // [64 keys, kPartColumns]
+  using Dq = float[1][Config::kDqColumns / 8][4];        // [64 queries, kDqColumns]
+  // Of as many terms as the forward pass's sums for out, from which delta is made: with fewer, what tensor
+  // cores cut off differs, and dq of positive inputs is less exact.
+  static constexpr int kDpSteps = 4, kDpSums = kHeadDim / 16 / kDpSteps;  // sums of dout v^T, of 64 columns
 
   const FineBackwardArguments& arguments;
   const FineBackwardShared<Config>& shared;
@@ -286,6 +289,7 @@ struct FineBackwardConsumer {
     q_ring.wait_full();
     issue_scores(scores);
     ptx::wgmma_wait<0>();
+    ptx::keep_in_place(ds[0]);
     ptx::keep_in_place(scores[0]);
 
     // ---- p = exp(scores - lse), ds = p * (dp - delta) ----
@@ -360,11 +364,11 @@ struct FineBackwardConsumer {
 
   // ---- Products ----
 
-  // scores = k q^T, in the order of Hopper's forward kernel, for the same bits.
+  // scores = k q^T.
   __device__ __forceinline__ void issue_scores(Scores& scores) const {
     const uint64_t k = ptx::matrix_descriptor<kChunkRowBytes>(uniform(shared.sK(64 * consumer)), 0);
     const uint64_t q = ptx::matrix_descriptor<kChunkRowBytes>(uniform(shared.sQ()), 0);
-    issue_score_planes<0, kHeadDim / 16>(scores, k, q, /*b_is_low_first=*/true);
+    issue_score_planes<0, kHeadDim / 16>(scores, k, q);
   }
 
   // Sum kSum of dout v^T.
@@ -372,7 +376,7 @@ struct FineBackwardConsumer {
   __device__ __forceinline__ void issue_dp(Scores& sum) const {
     const uint64_t v = ptx::matrix_descriptor<kChunkRowBytes>(uniform(shared.sV(64 * consumer)), 0);
     const uint64_t dout = ptx::matrix_descriptor<kChunkRowBytes>(uniform(shared.sDout()), 0);
-    issue_score_planes<kSum * kDpSteps, (kSum + 1) * kDpSteps>(sum, v, dout, /*b_is_low_first=*/true);
+    issue_score_planes<kSum * kDpSteps, (kSum + 1) * kDpSteps>(sum, v, dout);
   }
 
   // The sums from kSum on, to `ds`, which has the first.
@@ -381,7 +385,7 @@ struct FineBackwardConsumer {
     if constexpr (kSum < kDpSums) {
       issue_dp<kSum>(sum);
       ptx::wgmma_wait<0>();
-      if constexpr (kSum == 1) ptx::keep_in_place(ds[0]);
+      ptx::keep_in_place(ds[0]);
       ptx::keep_in_place(sum[0]);
       for_each_accumulator(ds,
                            [&](int, int h, int nt, int c) { ds[0][nt][2 * h + c] += sum[0][nt][2 * h + c]; });
@@ -389,16 +393,15 @@ struct FineBackwardConsumer {
     }
   }
 
-  // sum [64 keys, kBlockM] = a b^T over steps of 16 columns; a are keys or values.
+  // sum [64 keys, kBlockM] = a b^T over steps of 16 columns; a are keys or values. In the order of the
+  // forward kernel's scores (issue_scores_of_planes), whose a are queries, for the same bits.
   template <int kBegin, int kEnd>
-  __device__ __forceinline__ static void issue_score_planes(Scores& sum, uint64_t a, uint64_t b,
-                                                            bool b_is_low_first) {
+  __device__ __forceinline__ static void issue_score_planes(Scores& sum, uint64_t a, uint64_t b) {
     ptx::keep_in_place(sum[0]);
     ptx::wgmma_fence();
 #pragma unroll
     for (int product = 0; product < 3; ++product) {
-      const bool b_is_low = product < 2 && (product == 0) == b_is_low_first;
-      const bool a_is_low = product < 2 && !b_is_low;
+      const bool b_is_low = product == 0, a_is_low = product == 1;
 #pragma unroll
       for (int step = kBegin; step < kEnd; ++step) {
         const int a_bytes = a_is_low * Config::kKvPlaneBytes + step / 4 * Config::kKvChunkBytes;
