@@ -594,11 +594,14 @@ def test_a_cached_sequence_does_not_depend_on_the_others(head_dim, queries, opti
 
 MERGED = {
     "lengths": {},
-    "equal lengths": {},
     "two queries": dict(queries=2, heads=8, is_causal=True),
     "window": dict(queries=2, heads=8, is_causal=True, local_window_size=(3000, 0)),
     "pairs": {},
     "infinite values": {},
+    "equal lengths": {},
+    "equal lengths, window": dict(queries=2, heads=8, is_causal=True, local_window_size=(700, 0)),
+    "equal lengths, infinite values": {},
+    "equal lengths, small shared memory": {},
 }
 
 
@@ -627,9 +630,11 @@ def test_thread_blocks_that_merge_parts_of_keys(keys, dtype, head_dim, precision
     q = random(batch, queries, heads, head_dim, dtype=DTYPES[dtype])
     k, v = (random(batch, keys, 2, head_dim, seed=seed, dtype=DTYPES[dtype]) for seed in (1, 2))
     lengths = np.array([keys, keys // 2, 1, 0], np.int32)
-    if options == "equal lengths":
+    if "equal lengths" in options:
         lengths = keys - np.array([0, 1, 30, 64], np.int32)
     operands = dict(key_value_seq_lengths=lengths, query_offset=lengths - queries)
+    if options in ("pairs", "equal lengths, window"):
+        operands |= dict(sinks=random(heads, seed=6))
     if options == "pairs":
         blocks = np.repeat(
             np.random.default_rng(3).random((batch, 1, 1, -(-keys // 128))) < 0.3, 128, axis=-1
@@ -637,13 +642,13 @@ def test_thread_blocks_that_merge_parts_of_keys(keys, dtype, head_dim, precision
         operands |= dict(
             bias=random(batch, heads, 1, keys, seed=4),
             mask=np.asarray(random(batch, heads, 1, keys, seed=5) < 1) & blocks[..., :keys],
-            sinks=random(heads, seed=6),
         )
-    if options == "infinite values":
+    if "infinite values" in options:
         v[0, [3, keys - 1], 0, 0], v[1, 0, 1] = np.inf, np.nan
     results = []
+    shared_memory = str(99 * 1024) if "small shared memory" in options else None
     for tile in ("short", "long"):
-        with harness.cuda_settings(tile=tile):
+        with harness.cuda_settings(tile=tile, shared_memory_per_block=shared_memory):
             call = functools.partial(
                 jax_flash.flash_attention, return_residual=True, precision=precision, **settings
             )
@@ -653,13 +658,28 @@ def test_thread_blocks_that_merge_parts_of_keys(keys, dtype, head_dim, precision
     for one, merged in zip(*results, strict=True):
         number = np.dtype(f"uint{8 * one.itemsize}")
         np.testing.assert_array_equal(merged.view(number), one.view(number))
-    if options != "infinite values":
+    if "infinite values" not in options:
         exact = dict(return_residual=True, implementation="xla", precision="highest")
         args = (x.astype(jnp.float32) for x in (q, k, v))
         out, lse = jax_flash.flash_attention(*args, **operands, **settings, **exact)
         tolerance = 1e-3 if dtype == "float32" else 1e-2
         np.testing.assert_allclose(results[0][0].astype(np.float32), out, atol=tolerance)
         np.testing.assert_allclose(results[0][1], lse, rtol=1e-3, atol=1e-3)
+
+
+def test_a_thread_block_that_merges_a_long_sequence(platform):
+    """So long that its parts are not in groups."""
+    if platform == "cpu":
+        pytest.skip("of CUDA kernels")
+    q = random(1, 1, 1, 128, dtype=DTYPES["bfloat16"])
+    k, v = (random(1, 33_000, 1, 128, seed=seed, dtype=DTYPES["bfloat16"]) for seed in (1, 2))
+    results = []
+    for tile in ("short", "long"):
+        with harness.cuda_settings(tile=tile):
+            call = jax.jit(lambda *x: jax_flash.flash_attention(*x, return_residual=True))
+            results.append(jax.device_get(call(q, k, v)))
+    for one, merged in zip(*results, strict=True):
+        np.testing.assert_array_equal(merged, one)
 
 
 @pytest.mark.parametrize("queries", [260, 1])

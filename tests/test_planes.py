@@ -308,6 +308,29 @@ def test_padding_of_two_planes(head_dim, platform):
     assert are_equal(got, clean, got)
 
 
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(72, 128), (128, 72), (64, 40)])
+def test_gradients_of_two_planes_where_few_pairs_are_visible(head_dim, head_dim_v, platform):
+    """Lengths, a window and offsets; what lies beyond the lengths is not read."""
+    rng = np.random.default_rng(0)
+    shapes = [(3, T, N, head_dim), (3, S, K, head_dim), (3, S, K, head_dim_v), (3, T, N, head_dim_v)]
+    q, k, v, dout = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    queries, keys = (np.array(lengths, np.int32) for lengths in ((T, 150, 0), (S - 1, 201, 70)))
+    options = dict(
+        query_seq_lengths=queries,
+        key_value_seq_lengths=keys,
+        query_offset=np.array([-20, 40, 0], np.int32),
+        is_causal=True,
+        local_window_size=(90, 0),
+    )
+    want = oracle.attention(q, k, v, dout, np.zeros((3, T, N), np.float32), **options)
+    for b in range(3):
+        q[b, queries[b] :] = dout[b, queries[b] :] = k[b, keys[b] :] = v[b, keys[b] :] = np.nan
+    got = run(q, k, v, dout, precision="highest", **options)
+    for name, x in got.items():
+        exact = getattr(want, name)
+        assert np.abs(x - exact).max() <= 5e-6 * np.abs(exact).max(), name
+
+
 # Head dim, and whether dq is computed by a kernel of its own.
 FORMS_OF_TWO_PLANES = {
     "64": (64, False),

@@ -461,6 +461,15 @@ inline int64_t number_of_rows(const ForwardParams& params) {
   return params.num_heads / params.num_kv_heads * params.seqlen_q;
 }
 
+// Each block of a call looks at the lengths of all sequences, up to so many.
+inline constexpr int64_t kMostCompared = 256;
+
+// Do so many tiles, two on each multiprocessor, fill rounds, but for up to half of the last one?
+inline bool fill_rounds(int64_t tiles, int64_t multiprocessors) {
+  const int64_t last = tiles % (2 * multiprocessors);
+  return tiles >= 3 * multiprocessors && (last == 0 || last >= multiprocessors);
+}
+
 template <class Config>
 Status launch_decode(const ForwardParams& params, const LaunchContext& context) {
   using Element = typename Config::Element;
@@ -474,8 +483,8 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
 
   // How many parts a group has depends on the shape of a sequence alone; what a block takes, on the batch,
   // too. With three groups for every four multiprocessors, or more, longer blocks are faster than more of
-  // them. With three tiles for each multiprocessor, tiles that are equally long are, two at a time: memory is
-  // read in fewer, longer streams.
+  // them. Tiles that are equally long are, if there are three for each multiprocessor, two at a time: memory
+  // is read in fewer, longer streams.
   const int64_t rows = number_of_rows(params), row_tiles = ceil_div(rows, Config::kRows);
   const int64_t tiles = params.batch * params.num_kv_heads * row_tiles;
   const bool may_merge = Config::kMayHaveGroups && rows <= Config::kGroupRows && num_parts > 1;
@@ -493,8 +502,10 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
   const int64_t unit_parts = takes_groups ? group_parts : 1, num_units = ceil_div(num_parts, unit_parts);
   // As the second kernel merges them.
   if (group_parts == 1) group_parts = combine_run<Config::kHeadDim>(num_parts);
+  const int kept_bytes = Config::kSharedBytes + 2 * Config::kHalfBytes;
   const bool may_take_tiles =
-      may_merge && Config::kMayTakeTiles && num_units > 1 && is_chosen(tiles >= 3 * context.multiprocessors);
+      may_merge && Config::kMayTakeTiles && num_units > 1 && kept_bytes <= context.shared_memory_per_block &&
+      params.batch <= kMostCompared && is_chosen(fill_rounds(tiles, context.multiprocessors));
 
   const DecodeArguments arguments{params,
                                   LogitScale(params),
@@ -507,9 +518,11 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
                                   static_cast<int>(unit_parts),
                                   static_cast<int>(num_units),
                                   may_take_tiles};
-  const int kept = may_take_tiles ? 2 : unit_parts > 1 ? 1 : 0;
   const Status status = launch(decode_kernel<Config>, num_units * tiles, Config::kThreads,
-                               Config::kSharedBytes + kept * Config::kHalfBytes, context, arguments);
+                               may_take_tiles   ? kept_bytes
+                               : unit_parts > 1 ? Config::kSharedBytes + Config::kHalfBytes
+                                                : Config::kSharedBytes,
+                               context, arguments);
   if (status.failed() || num_units == 1) return status;
   ForwardParams of_units = params;
   of_units.num_key_parts = num_units;

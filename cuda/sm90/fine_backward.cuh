@@ -1,5 +1,6 @@
 // Backward attention for Hopper (compute capability 9.0a) from two planes of each array (planes.cuh): float32
-// at "high" and "highest", without pair options. Other calls run on sm80/backward.cuh with the same planes.
+// at "high" and "highest", with nothing but a positive scale between scores and softmax (is_general). Other
+// calls run on sm80/backward.cuh with the same planes.
 //
 // The split is that of backward.cuh: a thread block owns 128 keys of one key head, 64 in each of two
 // consumer warpgroups, keeps their dk and dv in registers and walks the blocks of 64 queries that see them.

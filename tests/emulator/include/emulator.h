@@ -175,6 +175,9 @@ T reduce_over_lanes(T x, F f) {
 }
 inline int __reduce_min_sync(uint32_t, int x) { return reduce_over_lanes(x, min<int>); }
 inline int __reduce_max_sync(uint32_t, int x) { return reduce_over_lanes(x, max<int>); }
+inline int __reduce_add_sync(uint32_t, int x) {
+  return reduce_over_lanes(x, [](int a, int b) { return a + b; });
+}
 inline bool __any_sync(uint32_t, bool x) { return reduce_over_lanes<int>(x, max<int>); }
 inline bool __all_sync(uint32_t, bool x) { return reduce_over_lanes<int>(x, min<int>); }
 inline uint32_t __ballot_sync(uint32_t, bool x) {
