@@ -163,22 +163,26 @@ def test_products_run_on_warpgroups(functions):
 def test_main_loop_stays_in_registers(loops):
     """But for gradients of planes, which have two operands of ds: up to 16 of 1,089 instructions (head dim 64).
 
-    And for two planes with options at head dim 128, which have sums of a block beside out, 5 instructions; and for wide
-    heads with options, forward, which also have addresses in the other block, up to 3 of 987.
+    And for two planes at head dim 128, with options, which have sums of a block beside out, 5 instructions, and for
+    their gradients 11 of 1,743; and for wide heads with options, forward, which also have addresses in the other block,
+    up to 3 of 987.
     """
     failures = []
     for name, bodies in loops.items():
         are_planes = ("backward_kernel" in name and "tf32" in name) or "tf32x3ELi128" in name
         is_wide = "forward_kernel" in name and "ELi512E" in name
+        are_two = "fine_backward" in name and "Li128E" in name
         for loop in bodies:
             spills = sum(bool(LOCAL.search(text)) for text in loop)
-            if spills > (0.02 if are_planes else 0.005 if is_wide else 0) * len(loop):
+            if spills > (0.02 if are_planes else 0.01 if are_two else 0.005 if is_wide else 0) * len(loop):
                 failures.append(f"{name}: {spills} of {len(loop)} instructions")
     assert not failures
 
 
 def waits(name: str) -> int:
     """How often a kernel's main loop waits for products: a serialised one waits after each instruction."""
+    if "fine_backward" in name:  # dout v^T in sums of 64 columns, q k^T, p^T dout and ds^T q in parts, ds k
+        return 11 if "Li128E" in name else 4
     if "forward_kernel" in name:
         return 2  # for the scores, and for p v
     if "backward_dq_kernel" in name:
