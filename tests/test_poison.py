@@ -256,6 +256,19 @@ def test_inf_follows_the_reference(kind, operand, value, platform):
             np.testing.assert_array_equal(test(a), test(b))
 
 
+def with_equal_infinities(got, want, name: str, operand: str) -> tuple[np.ndarray, np.ndarray]:
+    """Two gradients in float64, after checking that the same places are NaN, infinite and finite.
+
+    The infinity is in batch element 1, head 1, column 3 of `operand`.
+    """
+    a, b = (getattr(x, name).astype(np.float64) for x in (got, want))
+    if (operand, name) == ("k", "dq"):  # the oracle leaves out 0 * inf
+        a[1, :, 2:, 3] = b[1, :, 2:, 3] = 0
+    for test in (np.isnan, np.isposinf, np.isneginf):
+        np.testing.assert_array_equal(test(a), test(b), err_msg=f"{name}: {test.__name__}")
+    return a, b
+
+
 @pytest.mark.parametrize("value", quick.rows([np.inf, -np.inf], quick=[np.inf]))
 @pytest.mark.parametrize("operand", ["q", "k", "v", "dout"])
 @quick.KINDS
@@ -269,11 +282,7 @@ def test_inf_follows_the_reference_in_gradients(kind, operand, value, platform):
         got = f(*inputs, {})
     want = oracle.attention(*inputs)
     for name in ("dq", "dk", "dv"):
-        a, b = (getattr(x, name).astype(np.float64) for x in (got, want))
-        if (operand, name) == ("k", "dq"):  # the oracle leaves out 0 * inf
-            a[1, :, 2:, 3] = b[1, :, 2:, 3] = 0
-        for test in (np.isnan, np.isposinf, np.isneginf):
-            np.testing.assert_array_equal(test(a), test(b), err_msg=f"{name}: {test.__name__}")
+        with_equal_infinities(got, want, name, operand)
 
 
 WITHOUT_PLANES = {
@@ -305,11 +314,7 @@ def test_inf_follows_the_reference_where_there_are_no_planes(operand, value, det
         assert (f(*clean, operands).dq != in_order.dq).any()
     kv_head = 1 if operand in "kv" else 0
     for name in ("dq", "dk", "dv"):
-        a, b = (getattr(x, name).astype(np.float64) for x in (got, want))
-        if (operand, name) == ("k", "dq"):  # the oracle leaves out 0 * inf
-            a[1, :, 2:, 3] = b[1, :, 2:, 3] = 0
-        for test in (np.isnan, np.isposinf, np.isneginf):
-            np.testing.assert_array_equal(test(a), test(b), err_msg=f"{name}: {test.__name__}")
+        a, b = with_equal_infinities(got, want, name, operand)
         finite = np.isfinite(b)
         np.testing.assert_allclose(a[finite], b[finite], rtol=1e-4, atol=1e-5, err_msg=name)
         heads = np.arange(a.shape[2]) // (2 if name == "dq" else 1)

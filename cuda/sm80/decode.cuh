@@ -182,7 +182,8 @@ __device__ __forceinline__ void find_blocks(const AttentionParams& params, int b
   visible = __ballot_sync(0xffffffff, is_visible), whole = __ballot_sync(0xffffffff, is_whole);
 }
 
-// Do rows see about as many blocks of keys in each sequence? By a warp: a lane looks at a sequence.
+// Do the rows of no sequence see more than a tenth more blocks of keys than the mean? By a warp: a lane looks
+// at a sequence.
 template <int kBlockN>
 __device__ __forceinline__ bool are_equally_long(const AttentionParams& params) {
   int longest = 0, all = 0;
