@@ -23,7 +23,6 @@ inline constexpr int32_t kMagnitudeBits = 0x7fffffff;
 // What rows of the backward pass may have.
 inline constexpr float kSmallestSize = 0x1p-6f;  // the sum of |dout|, in units of its plane: each about 2^-12
 inline constexpr float kSmallestFineSize = 0x1p4f;  // with two planes: each about 2^-2
-inline constexpr float kMostOfNeighbors = 0x1p20f;  // between two bounds of ds
 inline constexpr float kSmallestBound = 0x1p-30f, kLargestBound = 0x1p50f;  // of ds, unless it is 0
 // Up to here the error of scores and lse does not make p 2: of sums of products that are rounded to 11 bits,
 // and of those of two planes, which are the forward pass's to the bit.
@@ -199,14 +198,24 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
 }
 
-// kLanes lanes for each row, four columns each.
-template <int kLanes, bool kIsFine>
-__global__ void __launch_bounds__(kThreads) plane_rows_kernel(const __grid_constant__ BackwardParams params) {
-  static_assert(kStatsRows % (kThreads / kLanes) == 0, "a block's rows are of one head, and all exist");
+// How many times as large as the least bound of ds of a block's rows the largest may be. Two parts with the
+// factor of the largest ds reach 2^-40 of it. So a row whose p are all 1 / S keeps 18 bits (15 of long
+// sequences) beside one of which a single key takes all.
+template <bool kIsFine>
+__device__ __forceinline__ float most_of_neighbors(const BackwardParams& params) {
+  if (!kIsFine) return 0x1p20f;
+  return power_of_two(max(22 - binade(static_cast<float>(params.seqlen_kv)), 8));
+}
+
+// kRows rows a block, kLanes lanes for each, four columns at a time.
+template <int kRows, int kLanes, bool kIsFine>
+__global__ void __launch_bounds__(kRows* kLanes)
+    plane_rows_kernel(const __grid_constant__ BackwardParams params) {
+  static_assert(kStatsRows % kRows == 0, "a block's rows are of one head, and all exist");
   const int length = static_cast<int>(stats_length(params.seqlen_q));
   const int num_heads = static_cast<int>(params.num_heads), columns = static_cast<int>(params.head_dim_v);
   const int group = num_heads / static_cast<int>(params.num_kv_heads);
-  const int64_t index = int64_t{blockIdx.x} * (kThreads / kLanes) + threadIdx.x / kLanes;
+  const int64_t index = int64_t{blockIdx.x} * kRows + threadIdx.x / kLanes;
   if (index == 0 && threadIdx.x == 0) *params.tile_counter = 0;
   const int64_t batch_and_head = index / length;
   const int row = static_cast<int>(index - batch_and_head * length);
@@ -278,13 +287,8 @@ __global__ void __launch_bounds__(kThreads) plane_rows_kernel(const __grid_const
   if (!is_first_lane) return;
   fail_if(0 < size && size < (kIsFine ? kSmallestFineSize : kSmallestSize));
   fail_if(!(bound == 0 || (kSmallestBound < bound && bound < kLargestBound)));
-  if constexpr (kIsFine) {
-    if (threadIdx.x == 0 && largest > 0) {
-      atomicMax(scales.largest_bound(), largest);
-      atomicMax(scales.least_bound(), kInfinityBits - least);
-    }
-  } else {
-    fail_if(__int_as_float(largest) > kMostOfNeighbors * __int_as_float(least));
+  if (threadIdx.x == 0) {
+    fail_if(__int_as_float(largest) > most_of_neighbors<kIsFine>(params) * __int_as_float(least));
   }
   if (fabsf(lse) < INFINITY && fabsf(lse) > (kIsFine ? kLargestFineLse : kLargestLse)) {
     fail_if(bound > 0 || size > 0);  // with v = 0 there is a dv
@@ -344,13 +348,14 @@ Status launch_planes(const AttentionParams& params, const void* dout, const Laun
 
 Status launch_plane_rows(const BackwardParams& params, const LaunchContext& context) {
   const int64_t rows = params.batch * params.num_heads * stats_length(params.seqlen_q);
-  auto launch_form = [&]<int kLanes>() {
-    return launch(
-        params.planes.count == 2 ? plane_rows_kernel<kLanes, true> : plane_rows_kernel<kLanes, false>,
-        ceil_div(rows, kThreads / kLanes), kThreads, 0, context, params);
+  const auto launch_form = [&]<int kRows, int kLanes, bool kIsFine>() {
+    return launch(plane_rows_kernel<kRows, kLanes, kIsFine>, ceil_div(rows, kRows), kRows * kLanes, 0,
+                  context, params);
   };
-  return params.head_dim_v <= 64 ? launch_form.template operator()<16>()
-                                 : launch_form.template operator()<32>();
+  // With two planes a block's rows are those that may share a factor of ds: kernels have no more in a block.
+  if (params.planes.count == 2) return launch_form.template operator()<64, 8, true>();
+  return params.head_dim_v <= 64 ? launch_form.template operator()<kThreads / 16, 16, false>()
+                                 : launch_form.template operator()<kThreads / 32, 32, false>();
 }
 
 }  // namespace jax_flash::cuda

@@ -83,9 +83,6 @@ struct PlaneScales {
   __device__ __forceinline__ int32_t* fails() const { return values + 3 * kArrays; }
   // Of all key heads: in the first one.
   __device__ __forceinline__ int32_t* blocks_begun() const { return values + 3 * kArrays + 1; }
-  // Of two planes: of the bounds of ds of all rows the largest, and the least as in least_maximum.
-  __device__ __forceinline__ int32_t* largest_bound() const { return values + 3 * kArrays + 2; }
-  __device__ __forceinline__ int32_t* least_bound() const { return values + 3 * kArrays + 3; }
   // The largest magnitude in each column of v; of q and k only where there are two planes.
   __device__ __forceinline__ int32_t* column_maxima(Array array, const AttentionParams& params) const {
     const int before =
@@ -110,19 +107,19 @@ struct PlaneScales {
   //
   // A row of which all is less than 2^-28 of the largest magnitude loses bits. Of q, k and v it matters where
   // a query or a key meets such rows alone, which lie side by side: groups of rows are looked at. dq of a row
-  // depends on its own row of dout: the kernel that makes PlaneRows looks at each. The bound of ds assumes
-  // the largest v of each column, so it is about 2^6 times the typical ds, and p may be 1 / S.
+  // depends on its own row of dout: the kernel that makes PlaneRows looks at each, and sets `fails`. The
+  // bound of ds assumes the largest v of each column, so it is about 2^6 times the typical ds, and p may be
+  // 1 / S.
   //
   // Two planes have 22 bits of what is above 2^-15 of the largest magnitude. There each row and each column
   // of v has such a number, and the scores of a key head are not all sums of products of large with small
-  // numbers. ds is scaled where it is computed, so only its rows must not differ too much.
+  // numbers.
   __device__ __forceinline__ bool hold(const AttentionParams& params, bool is_backward) const {
     const bool is_fine = params.planes.count == 2;
     const int most_binades = is_fine ? 14 : 24;
     const int of_ds = is_backward && !is_fine ? binade(static_cast<float>(params.seqlen_kv)) : 0;
     const bool holds_rows = max(binades(kQ), max(binades(kK), binades(kV) + of_ds)) <= most_binades &&
-                            (!is_fine || max(score_binades(params), value_binades(params)) <= most_binades) &&
-                            (!is_fine || !is_backward || bound_binades() <= most_of_ds(params));
+                            (!is_fine || max(score_binades(params), value_binades(params)) <= most_binades);
     // Factors must be normal float32 numbers, also times that of ds, which lies within 2^-50 and 2^50.
     const int most = is_backward ? 75 : 100;
     const auto is_moderate = [&](int exponent) { return abs(exponent) <= most; };
@@ -155,17 +152,6 @@ struct PlaneScales {
       if (v[column] > 0) least = max(least, kInfinityBits - v[column]);
     }
     return binades_above(kV, __reduce_max_sync(0xffffffff, least));
-  }
-
-  // How many may lie between the largest and the least bound of ds of a row. A block's rows share a factor,
-  // and two parts reach 2^-40 of the largest ds. So a row whose p are all 1 / S keeps 18 bits (15 of long
-  // sequences) beside one of which a single key takes all.
-  __device__ __forceinline__ static int most_of_ds(const AttentionParams& params) {
-    return max(22 - binade(static_cast<float>(params.seqlen_kv)), 8);
-  }
-  __device__ __forceinline__ int bound_binades() const {
-    if (*least_bound() == 0) return 0;
-    return binade(__int_as_float(*largest_bound())) - binade(__int_as_float(kInfinityBits - *least_bound()));
   }
 
   // How many powers of two lie between the largest magnitude and that of the least group of rows.

@@ -406,6 +406,29 @@ def test_portable_kernels_compute_gradients_beyond_two_planes(name, head_dim, pl
         np.testing.assert_array_equal(x[heads], y[heads])
 
 
+@pytest.mark.parametrize(("head_dim", "deterministic"), [(64, True), (128, False)])
+def test_gradients_by_two_planes_where_rows_grow(head_dim, deterministic, platform):
+    """By 2^12 over all queries, but by little among those that share a scale of ds."""
+    num_keys = 2048  # of which rows that share one may differ by 2^11
+    rng = np.random.default_rng(0)
+    shapes = [(1, length, 1, head_dim) for length in (T, num_keys, num_keys, T)]
+    q, k, v, dout = arrays = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    growth = 2.0 ** np.linspace(-12, 0, T, dtype=np.float32).reshape(1, T, 1, 1)
+    dout *= growth
+    attention = functools.partial(jax_flash.flash_attention, precision="highest", return_residual=True)
+    out, lse = attention(q, k, v)
+    got = backward_at_highest(arrays, out, lse, deterministic=deterministic)
+    want = oracle.attention(*arrays, np.zeros((1, T, 1), np.float32))
+    for name, x, unit in zip(("dq", "dk", "dv"), got, (growth, 1, 1), strict=False):
+        exact = getattr(want, name) / unit
+        error = np.linalg.norm(np.asarray(x, np.float64) / unit - exact) / np.linalg.norm(exact)
+        assert error <= 2e-6, name
+    with harness.cuda_settings(kernels="sm80"):
+        portable = jax.block_until_ready(backward_at_highest(arrays, out, lse, deterministic=deterministic))
+    for x, y in zip(got[1:3], portable[1:3], strict=True):
+        assert not np.array_equal(x, y)  # these were not the kernels that ran
+
+
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_gradients_recompute_scores_to_the_bit(head_dim, deterministic, platform):
