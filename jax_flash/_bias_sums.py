@@ -17,7 +17,9 @@ from ._options import AttentionOptions
 Arrays = dict[str, jax.Array]
 
 # The kernel leaves out what these hide.
-_HIDING = ("mask", "query_segment_ids", "query_seq_lengths", "key_value_seq_lengths")
+_HIDING = ("query_seq_lengths", "key_value_seq_lengths")
+# Where rows see unequally many keys, so many blocks of rows read no more keys than their last row sees.
+_ROW_BLOCKS = 8
 
 
 def of_ds(ds: jax.Array, arrays: Arrays, dbias: jax.core.ShapedArray, options: AttentionOptions) -> jax.Array:
@@ -30,14 +32,30 @@ def of_ds(ds: jax.Array, arrays: Arrays, dbias: jax.core.ShapedArray, options: A
       options: the static options.
     """
     ds = jax.lax.bitcast_convert_type(ds, arrays["q"].dtype)
-    num_batches, num_heads, seqlen_q, seqlen_kv = ds.shape
+    seqlen_q, seqlen_kv = ds.shape[2:]
+    hides_later_keys = options.reach[1] >= 0 and "query_offset" not in arrays
+    step = -(-seqlen_q // (_ROW_BLOCKS if hides_later_keys else 1))
+    blocks = []
+    for first in range(0, seqlen_q, step):
+        rows = jnp.arange(first, min(first + step, seqlen_q), dtype=jnp.int32)
+        num_keys = min(first + step + options.reach[1], seqlen_kv) if hides_later_keys else seqlen_kv
+        block = _sum_of_rows(ds[:, :, first : first + step, :num_keys], rows, arrays, dbias, options)
+        blocks.append(jnp.pad(block, [(0, 0)] * (block.ndim - 1) + [(0, seqlen_kv - num_keys)]))
+    return jnp.concatenate(blocks, axis=-2)
+
+
+def _sum_of_rows(
+    ds: jax.Array, rows: jax.Array, arrays: Arrays, dbias: jax.core.ShapedArray, options: AttentionOptions
+) -> jax.Array:
+    """The sums of these rows: of ds [B, N, rows, keys], the first keys alone."""
+    num_batches, num_heads, num_rows, num_keys = ds.shape
     if max(options.reach) >= 0 or not arrays.keys().isdisjoint(_HIDING):
-        rows, columns = jnp.arange(seqlen_q, dtype=jnp.int32), jnp.arange(seqlen_kv, dtype=jnp.int32)
-        visible = _reference.visible_pairs(rows[:, None], columns, arrays, options)
-        ds = jnp.where(visible, ds, 0)
+        columns = jnp.arange(num_keys, dtype=jnp.int32)
+        ds = jnp.where(_reference.visible_pairs(rows[:, None], columns, arrays, options), ds, 0)
     num_sums = math.prod(dbias.shape[:-3]), dbias.shape[-3]
     of_a_sum = num_batches // num_sums[0], num_heads // num_sums[1]
-    ds = ds.reshape(num_sums[0], of_a_sum[0], num_sums[1], of_a_sum[1], seqlen_q, seqlen_kv)
+    ds = ds.reshape(num_sums[0], of_a_sum[0], num_sums[1], of_a_sum[1], num_rows, num_keys)
     # One by one: XLA reads a sum over an outer axis in more and smaller pieces.
     terms = (ds[:, i, :, j].astype(sum_dtype(ds.dtype)) for i, j in np.ndindex(of_a_sum))
-    return functools.reduce(operator.add, terms).reshape(dbias.shape).astype(dbias.dtype)
+    total = functools.reduce(operator.add, terms)
+    return total.reshape(*dbias.shape[:-2], num_rows, num_keys).astype(dbias.dtype)

@@ -162,12 +162,15 @@ def sums_dq(q, k, v, *, num_head_parts: int, is_deterministic: bool, hides_pairs
     return head_dim <= 128
 
 
-def keeps_ds(q, k, v, dbias, options: AttentionOptions, *, hides_pairs: bool) -> bool:
+def keeps_ds(
+    q, k, v, dbias, options: AttentionOptions, *, hides_pairs: bool, has_offset: bool = False
+) -> bool:
     """Whether Hopper's backward kernel writes the gradients of the logits, of which that of a bias is then the sum.
 
     A pass of its own would compute them again: two of five products. Written and read, they take 4 bytes a pair, which
     is less from head dim 65 on, or if there is nothing to sum. And they take memory, which is limited here. The sum
-    does not skip blocks that hide pairs, and gains nothing there.
+    skips what a causal mask hides, if it knows where that begins, but no other blocks that hide pairs, and gains
+    nothing there.
 
     dbias: [B or 1, N or 1, T, S].
     """
@@ -182,7 +185,7 @@ def keeps_ds(q, k, v, dbias, options: AttentionOptions, *, hides_pairs: bool) ->
         and q.dtype.itemsize == 2
         and S % 8 == 0  # TMA's unit
         and is_small
-        and max(options.reach) < 0
+        and (options.reach == (-1, -1) or (options.reach == (-1, 0) and not has_offset))
         and not hides_pairs
         and sums_dq(
             q,

@@ -429,6 +429,7 @@ def _lower_backward_with_bias_cuda(call: Pass, ctx, *args, operands, options):
         _fold(dbias, "dbias"),
         options,
         hides_pairs=_hides_pairs(operands),
+        has_offset="query_offset" in operands,
     ):
         return _lower_backward_with_bias(call, ctx, *args, **params)
     batch, seqlen_q, num_heads, _ = named["q"].shape

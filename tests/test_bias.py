@@ -190,15 +190,16 @@ def test_only_what_is_differentiated_takes_a_pass(bias, dtype, within, platform)
 
 @pytest.mark.parametrize("shape", [(4, 6), (1, 6), (4, 1), (1, 1)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("hides", [False, True])
+@pytest.mark.parametrize("hides", ["", "causal", "causal, offset"])
 def test_sums_of_gradients_of_logits(hides, dtype, shape):
     """What a kernel wrote of hidden pairs does not count."""
     ds = random(4, 6, T, S, seed=0, dtype=DTYPES["bfloat16"])
     operands, options, visible = {}, AttentionOptions.resolve(8), np.ones(ds.shape, bool)
     if hides:
         lengths = np.array([T, 3, 0, 20], np.int32), np.array([40, S, 7, 0], np.int32)
-        mask = random(4, 1, T, S, seed=1) < 0.5
-        operands = dict(query_seq_lengths=lengths[0], key_value_seq_lengths=lengths[1], mask=mask)
+        operands = dict(query_seq_lengths=lengths[0], key_value_seq_lengths=lengths[1])
+        if "offset" in hides:
+            operands["query_offset"] = np.array([3, -2, 0, 10], np.int32)
         options = AttentionOptions.resolve(8, is_causal=True, local_window_size=(9, None))
         seen = oracle.visible(4, T, S, is_causal=True, local_window_size=(9, None), **operands)
         visible = np.broadcast_to(seen, ds.shape)

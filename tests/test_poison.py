@@ -323,6 +323,45 @@ def test_inf_follows_the_reference_where_there_are_no_planes(operand, value, det
         np.testing.assert_array_equal(got_bits[1, :, heads != kv_head], bits[1, :, heads != kv_head])
 
 
+@pytest.mark.parametrize("precision", [None, "highest"])
+@pytest.mark.parametrize("operand", ["q", "k", "v"])
+def test_inf_follows_the_reference_in_other_derivatives(operand, precision, platform):
+    """In the gradient of a bias, tangents and second derivatives, the same places are NaN, infinite and finite."""
+    rng = np.random.default_rng(0)
+    q_shape, kv_shape = (2, 40, 4, 64), (2, 70, 2, 64)
+    inputs, tangents = (
+        [rng.standard_normal(shape).astype(np.float32) for shape in (q_shape, kv_shape, kv_shape)]
+        for _ in range(2)
+    )
+    dout = rng.standard_normal(q_shape).astype(np.float32)
+    bias = rng.standard_normal((1, 4, 40, 70)).astype(np.float32)
+    inputs["qkv".index(operand)][1, 30, 1, 3] = np.inf
+
+    @functools.partial(jax.jit, static_argnames=("implementation", "precision", "forward_mode"))
+    def derivatives(inputs, tangents, **options):
+        attention = functools.partial(jax_flash.flash_attention, **options)
+
+        def gradients(*inputs):
+            return jax.vjp(attention, *inputs)[1](dout)
+
+        out, of_out = jax.jvp(attention, inputs, tangents)
+        # The plain tangent of an infinite output is infinite.
+        of_out = jnp.where(jnp.isfinite(out), of_out, 0)
+        _, of_gradients = jax.jvp(gradients, inputs, tangents)
+        [of_bias] = jax.vjp(lambda bias: attention(*inputs, bias), bias)[1](dout)
+        return of_bias, of_out, *of_gradients
+
+    arrays = tuple(inputs), tuple(tangents)
+    got = derivatives(*arrays, forward_mode=True, precision=precision)
+    want = derivatives(*arrays, implementation="xla", precision="highest")
+    tolerance = 1e-2 if precision is None and platform == "cuda" else 1e-4
+    for name, a, b in zip(("dbias", "tout", "tdq", "tdk", "tdv"), got, want, strict=True):
+        for test in (np.isnan, np.isposinf, np.isneginf):
+            np.testing.assert_array_equal(test(a), test(b), err_msg=f"{name}: {test.__name__}")
+        finite = np.isfinite(b)
+        np.testing.assert_allclose(a[finite], b[finite], rtol=tolerance, atol=tolerance, err_msg=name)
+
+
 # ---- Masks, segments and biases ---------------------------------------------------------------------------
 
 

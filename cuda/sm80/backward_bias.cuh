@@ -49,6 +49,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     backward_bias_kernel(const __grid_constant__ GradientArguments<typename Arithmetic::Sum> arguments) {
   using Element = typename Config::Element;
   using Sum = typename Arithmetic::Sum;
+  using Products = sm80::Products<Arithmetic>;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kPiece = Config::kPiece;
@@ -118,15 +119,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
         load_piece(next_item, 0, stage ^ 1);
       }
       ptx::copy_async_commit();
-      multiply(KMajorA<Arithmetic, QTile, kMTiles>(sQ(stage), row),
-               KMajorB<Arithmetic, KvTile>(sK(stage), column));
+      multiply(KMajorA<Products, QTile, kMTiles>(sQ(stage), row),
+               KMajorB<Products, KvTile>(sK(stage), column));
       stage ^= 1;
     };
 
     // ---- p = exp(q k^T - lse) ----
 #pragma unroll 1
     for (int piece = 0; piece < score_pieces; ++piece) {
-      multiply_piece(piece, [&](const auto& a, const auto& b) { multiply_add<Arithmetic, kSteps>(p, a, b); });
+      multiply_piece(piece, [&](const auto& a, const auto& b) { multiply_add<Products, kSteps>(p, a, b); });
     }
     const int64_t stats = (int64_t{batch} * num_heads + head) * stats_length(seqlen_q) + row0;
     const QueryPairs<Sum> pairs{params, arguments.pairs, batch, head};
@@ -138,7 +139,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     // ---- ds = p * (dout v^T - delta) ----
 #pragma unroll 1
     for (int piece = score_pieces; piece < num_pieces; ++piece) {
-      multiply_piece(piece, [&](const auto& a, const auto& b) { multiply_dp<Arithmetic, kSteps>(ds, a, b); });
+      multiply_piece(piece, [&](const auto& a, const auto& b) { multiply_dp<Products, kSteps>(ds, a, b); });
     }
     PairBits<kNTiles> bits[kMTiles];
     if (pairs.has_dropout()) {
