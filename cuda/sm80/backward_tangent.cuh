@@ -211,17 +211,16 @@ __device__ __forceinline__ void multiply_tiles(Sum (&p)[kMTiles][kNTiles][4], Su
                                                const BackwardTangentParams& params, const RowTiles& rows,
                                                int row, const KeyTiles& keys, int column) {
   using Arithmetic = typename Config::Arithmetic;
-  using Products = sm80::Products<Arithmetic>;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
   constexpr int kSteps = Config::kHeadDim / kStepK<Arithmetic>;
   auto add_product = [&](Sum(&scores)[kMTiles][kNTiles][4], QTile a, KvTile b) {
-    multiply_add<Products, kSteps>(scores, KMajorA<Products, QTile, kMTiles>(a, row),
-                                   KMajorB<Products, KvTile>(b, column));
+    multiply_add<Arithmetic, kSteps>(scores, KMajorA<Arithmetic, QTile, kMTiles>(a, row),
+                                     KMajorB<Arithmetic, KvTile>(b, column));
   };
   auto add_dp = [&](Sum(&dp)[kMTiles][kNTiles][4], QTile a, KvTile b) {
-    multiply_dp<Products, kSteps>(dp, KMajorA<Products, QTile, kMTiles>(a, row),
-                                  KMajorB<Products, KvTile>(b, column));
+    multiply_dp<Arithmetic, kSteps>(dp, KMajorA<Arithmetic, QTile, kMTiles>(a, row),
+                                    KMajorB<Arithmetic, KvTile>(b, column));
   };
   for_each_tile([](auto& x) { clear(x); }, p, ds, tds, tp);
   add_product(p, rows.x, keys.x);
@@ -255,7 +254,6 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm) backward_tangent_kernel(
     const __grid_constant__ BackwardTangentArguments<typename Config::Arithmetic::Sum> arguments) {
   using Arithmetic = typename Config::Arithmetic;
-  using Products = sm80::Products<Arithmetic>;
   using Element = typename Config::Element;
   using Sum = typename Arithmetic::Sum;
   using QTile = typename Config::QTile;
@@ -340,9 +338,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 
     // ---- tdv += tp^T dout + p^T tdout, tdk += tds^T q + ds^T tq ----
     auto add_to_keys = [&](auto& sums, ScoreTile weights, QTile from) {
-      multiply_add<Products, kRowSteps, /*kLongSum=*/true>(
-          sums, MnMajorA<Products, ScoreTile, kDkvRows / 16>(weights, dkv_row),
-          MnMajorB<Products, QTile>(from, dkv_column));
+      multiply_add<Arithmetic, kRowSteps, /*kLongSum=*/true>(
+          sums, MnMajorA<Arithmetic, ScoreTile, kDkvRows / 16>(weights, dkv_row),
+          MnMajorB<Arithmetic, QTile>(from, dkv_column));
     };
     add_to_keys(tdv, sTp, rows.y);
     if (params.tdout) add_to_keys(tdv, sP, rows.ty);
@@ -391,7 +389,6 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm) backward_tangent_dq_kernel(
     const __grid_constant__ BackwardTangentArguments<typename Config::Arithmetic::Sum> arguments) {
   using Arithmetic = typename Config::Arithmetic;
-  using Products = sm80::Products<Arithmetic>;
   using Element = typename Config::Element;
   using Sum = typename Arithmetic::Sum;
   using QTile = typename Config::QTile;
@@ -456,10 +453,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
                            n_start, keys.is_whole(block));
 
     // ---- tdq += tds k + ds tk ----
-    RegisterA<Products, kMTiles, kNTiles> operand;
+    RegisterA<Arithmetic, kMTiles, kNTiles> operand;
     auto add_to_rows = [&](const Scores& weights, KvTile from) {
       operand.set(weights);
-      multiply_add<Products, kKeySteps, /*kLongSum=*/true>(tdq, operand, MnMajorB<Products, KvTile>(from, 0));
+      multiply_add<Arithmetic, kKeySteps, /*kLongSum=*/true>(tdq, operand,
+                                                             MnMajorB<Arithmetic, KvTile>(from, 0));
     };
     add_to_rows(tds, tiles.x);
     if (params.tk) add_to_rows(ds, tiles.tx);

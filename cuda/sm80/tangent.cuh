@@ -89,7 +89,6 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     tangent_kernel(const __grid_constant__ TangentArguments<typename Config::Arithmetic::Sum> arguments) {
   using Arithmetic = typename Config::Arithmetic;
-  using Products = sm80::Products<Arithmetic>;
   using Element = typename Config::Element;
   using Sum = typename Arithmetic::Sum;
   using QTile = typename Config::QTile;
@@ -166,7 +165,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 
   const int warp_row = threadIdx.x / 32 * kWarpRows;
   const int warp_m = m_start + warp_row;
-  const KMajorA<Products, QTile, kMTiles> q(sQ, warp_row), tq(sTq, warp_row);
+  const KMajorA<Arithmetic, QTile, kMTiles> q(sQ, warp_row), tq(sTq, warp_row);
   const int64_t row0 = int64_t{batch} * seqlen_q;
   Sum lse_log2[kMTiles][2];
   for_each_accumulator_row(lse_log2, [&](int mt, int h) {
@@ -217,16 +216,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       // ---- s = q k^T, ts = tq k^T + q tk^T ----
       const KvTile sK = next_tile();
       if (!hidden) {
-        const KMajorB<Products, KvTile> k(sK, 0);
+        const KMajorB<Arithmetic, KvTile> k(sK, 0);
         if (!has_p) {
           clear(p);
-          multiply_add<Products, kScoreSteps>(p, q, k);
+          multiply_add<Arithmetic, kScoreSteps>(p, q, k);
         }
-        if (params.tq) multiply_add<Products, kScoreSteps>(ts, tq, k);
+        if (params.tq) multiply_add<Arithmetic, kScoreSteps>(ts, tq, k);
       }
       if (params.tk) {
         const KvTile sTk = next_tile();
-        if (!hidden) multiply_add<Products, kScoreSteps>(ts, q, KMajorB<Products, KvTile>(sTk, 0));
+        if (!hidden) multiply_add<Arithmetic, kScoreSteps>(ts, q, KMajorB<Arithmetic, KvTile>(sTk, 0));
       }
 
       // ---- p = exp(s - lse), ts = p ts; hidden pairs are 0 ----
@@ -301,15 +300,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       }
 
       // ---- tout += ts v + p tv ----
-      RegisterA<Products, kMTiles, kNTiles> operand;
+      RegisterA<Arithmetic, kMTiles, kNTiles> operand;
       if (moves_logits) {
         const KvTile sV = next_tile();
         if (!hidden) {
           if (kMayHaveOthers && pairs.has_dropout()) fill_unset(ts, bits, 0);
           auto add_product = [&] {
             operand.set(ts);
-            multiply_add<Products, kValueSteps, /*kLongSum=*/true>(tout, operand,
-                                                                   MnMajorB<Products, KvTile>(sV, 0));
+            multiply_add<Arithmetic, kValueSteps, /*kLongSum=*/true>(tout, operand,
+                                                                     MnMajorB<Arithmetic, KvTile>(sV, 0));
           };
           add_product();
           if (is_split) {
@@ -333,8 +332,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
           } else {
             operand.set(p);
           }
-          multiply_add<Products, kValueSteps, /*kLongSum=*/true>(tout, operand,
-                                                                 MnMajorB<Products, KvTile>(sTv, 0));
+          multiply_add<Arithmetic, kValueSteps, /*kLongSum=*/true>(tout, operand,
+                                                                   MnMajorB<Arithmetic, KvTile>(sTv, 0));
         }
       }
     }
