@@ -362,7 +362,9 @@ def test_inf_follows_the_reference_in_other_derivatives(operand, precision, plat
         may_be_nan = platform == "cuda" and precision == "highest" and name != "dbias"
         counts = ~np.isnan(a) if may_be_nan else np.ones(a.shape, bool)
         for test in (np.isnan, np.isposinf, np.isneginf):
-            np.testing.assert_array_equal(test(a)[counts], test(b)[counts], err_msg=f"{name}: {test.__name__}")
+            np.testing.assert_array_equal(
+                test(a)[counts], test(b)[counts], err_msg=f"{name}: {test.__name__}"
+            )
         finite = counts & np.isfinite(b)
         np.testing.assert_allclose(a[finite], b[finite], rtol=tolerance, atol=tolerance, err_msg=name)
 
