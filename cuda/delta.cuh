@@ -65,6 +65,9 @@ __global__ void __launch_bounds__(kDeltaThreads)
   constexpr int kGroups = kDeltaThreads / kLanes, kRowsOfGroup = kDeltaRows / kGroups;
   constexpr int kInFlight = 2;  // rows that a lane begins to read before it uses one
   static_assert(kRowsOfGroup % kInFlight == 0);
+  if constexpr (sizeof(Element) == 4) {
+    if (params.planes && planes_hold_all(params)) return;  // the kernels behind have nothing to do
+  }
   const int length = static_cast<int>(stats_length(params.seqlen_q));
   const int num_heads = static_cast<int>(params.num_heads);
   // Neighboring blocks take neighboring heads of the same rows, which lie side by side in out and dout. The

@@ -78,8 +78,9 @@ Status launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int sh
 }
 
 // Like launch, but on 9.0 and newer the kernel may start while the one before it on the stream ends. At least
-// one thread of each block calls ptx::wait_for_grid_before(), and no thread reads or writes global memory
-// before one of its block has. Behind a kernel of XLA's that gains nothing: those let none start early.
+// one thread of each block calls ptx::wait_for_grid_before(), and no thread reads what that kernel writes, or
+// writes global memory, before one of its block has. A block that does neither need not wait, unless all do.
+// Behind a kernel of XLA's that gains nothing: those let none start early.
 template <class... Parameters>
 Status launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes,
                     const LaunchContext& context, const Parameters&... parameters) {

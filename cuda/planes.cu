@@ -23,6 +23,7 @@ inline constexpr int32_t kMagnitudeBits = 0x7fffffff;
 // What rows of the backward pass may have.
 inline constexpr float kSmallestSize = 0x1p-6f;  // the sum of |dout|, in units of its plane: each about 2^-12
 inline constexpr float kSmallestFineSize = 0x1p4f;  // with two planes: each about 2^-2
+inline constexpr float kMostOfNeighbors = 0x1p20f;  // between two bounds of ds, if one plane
 inline constexpr float kSmallestBound = 0x1p-30f, kLargestBound = 0x1p50f;  // of ds, unless it is 0
 // Up to here the error of scores and lse does not make p 2: of sums of products that are rounded to 11 bits,
 // and of those of two planes, which are the forward pass's to the bit.
@@ -106,6 +107,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     plane_kernel(const __grid_constant__ PlaneSources sources) {
   __shared__ int32_t of_groups[kMaxGroups], of_columns[kMaxColumns];
   __shared__ int block;
+  ptx::let_next_grid_start();
 
   // ---- The block's place: where blocks wait for each other, in the order in which they begin ----
   if (kPass == PlanePass::kBoth && threadIdx.x == 0) {
@@ -198,12 +200,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
 }
 
-// How many times as large as the least bound of ds of a block's rows the largest may be. Two parts with the
-// factor of the largest ds reach 2^-40 of it. So a row whose p are all 1 / S keeps 18 bits (15 of long
+// The largest bound of ds among a block's rows may be this many times the least. With two planes these share
+// a factor of ds, and reach 2^-40 of the largest ds. So a row whose p are all 1 / S keeps 18 bits (15 of long
 // sequences) beside one of which a single key takes all.
 template <bool kIsFine>
 __device__ __forceinline__ float most_of_neighbors(const BackwardParams& params) {
-  if (!kIsFine) return 0x1p20f;
+  if (!kIsFine) return kMostOfNeighbors;
   return power_of_two(max(22 - binade(static_cast<float>(params.seqlen_kv)), 8));
 }
 
@@ -215,12 +217,14 @@ __global__ void __launch_bounds__(kRows* kLanes)
   const int length = static_cast<int>(stats_length(params.seqlen_q));
   const int num_heads = static_cast<int>(params.num_heads), columns = static_cast<int>(params.head_dim_v);
   const int group = num_heads / static_cast<int>(params.num_kv_heads);
-  const int64_t index = int64_t{blockIdx.x} * kRows + threadIdx.x / kLanes;
-  if (index == 0 && threadIdx.x == 0) *params.tile_counter = 0;
-  const int64_t batch_and_head = index / length;
-  const int row = static_cast<int>(index - batch_and_head * length);
-  const int batch = static_cast<int>(batch_and_head / num_heads);
-  const int head = static_cast<int>(batch_and_head - int64_t{batch} * num_heads);
+  // Neighboring blocks take neighboring heads of the same rows, which lie side by side in out and dout.
+  const unsigned rows_of_heads = blockIdx.x / num_heads, row_blocks = length / kRows;
+  const int head = static_cast<int>(blockIdx.x - rows_of_heads * num_heads);
+  const int batch = static_cast<int>(rows_of_heads / row_blocks);
+  const int row0 = static_cast<int>(rows_of_heads - batch * row_blocks) * kRows;
+  const int row = row0 + threadIdx.x / kLanes;
+  const int64_t index = (int64_t{batch} * num_heads + head) * length + row;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *params.tile_counter = 0;
   const PlaneScales scales(params, batch, head / group);
   const int v_exponent = scales.exponent(PlaneScales::kV), dp_exponent = -scales.of_dp();
 
@@ -268,8 +272,12 @@ __global__ void __launch_bounds__(kRows* kLanes)
 
   // ---- Do planes hold this row, and this one beside its neighbors? ----
   const auto fail_if = [&](bool fails) {
-    if (fails) *scales.fails() = 1;
+    if (fails) *scales.fails() = *PlaneScales(params, 0, 0).any_fails() = 1;
   };
+  // A key head as a whole: by the first warp of its first rows.
+  if (row0 == 0 && head % group == 0 && threadIdx.x < 32) {
+    fail_if(!scales.hold(params, /*is_backward=*/true));
+  }
   if (counts && size == 0) {  // was there something that is now 0?
     for (int column = threadIdx.x % kLanes; column < columns; column += kLanes) {
       fail_if(static_cast<const float*>(params.dout)[out_row * columns + column] != 0);
@@ -352,10 +360,9 @@ Status launch_plane_rows(const BackwardParams& params, const LaunchContext& cont
     return launch(plane_rows_kernel<kRows, kLanes, kIsFine>, ceil_div(rows, kRows), kRows * kLanes, 0,
                   context, params);
   };
-  // With two planes a block's rows are those that may share a factor of ds: kernels have no more in a block.
-  if (params.planes.count == 2) return launch_form.template operator()<64, 8, true>();
-  return params.head_dim_v <= 64 ? launch_form.template operator()<kThreads / 16, 16, false>()
-                                 : launch_form.template operator()<kThreads / 32, 32, false>();
+  // With two planes a block has the rows that may share a factor of ds.
+  return params.planes.count == 2 ? launch_form.template operator()<kDsRows, 8, true>()
+                                  : launch_form.template operator()<16, 16, false>();
 }
 
 }  // namespace jax_flash::cuda

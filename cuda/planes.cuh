@@ -83,6 +83,12 @@ struct PlaneScales {
   __device__ __forceinline__ int32_t* fails() const { return values + 3 * kArrays; }
   // Of all key heads: in the first one.
   __device__ __forceinline__ int32_t* blocks_begun() const { return values + 3 * kArrays + 1; }
+  // From which the forward kernel draws its tiles: launch_planes has cleared it.
+  static int32_t* tile_counter(const AttentionParams& params) {
+    return params.planes.scales + 3 * kArrays + 2;
+  }
+  // Likewise, once there are PlaneRows: not 0 if planes do not hold a key head.
+  __device__ __forceinline__ int32_t* any_fails() const { return values + 3 * kArrays + 3; }
   // The largest magnitude in each column of v; of q and k only where there are two planes.
   __device__ __forceinline__ int32_t* column_maxima(Array array, const AttentionParams& params) const {
     const int before =
@@ -169,6 +175,14 @@ __device__ __forceinline__ bool planes_hold(const AttentionParams& params, int b
   const bool is_backward = params.planes.dout != nullptr;
   return params.planes && PlaneScales(params, batch, kv_head).hold(params, is_backward);
 }
+
+// Do they hold all of them? Once there are PlaneRows.
+__device__ __forceinline__ bool planes_hold_all(const BackwardParams& params) {
+  return *PlaneScales(params, 0, 0).any_fails() == 0;
+}
+
+// With two planes, so many queries at most, from a multiple on, share a factor of ds.
+inline constexpr int kDsRows = 64;
 
 // Two of PlaneRows::ds_factor, of rows without gradient: 2^127, above that of any other row.
 inline constexpr uint32_t kNoGradientFactors = 0x7f007f00;

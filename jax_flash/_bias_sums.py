@@ -18,8 +18,9 @@ Arrays = dict[str, jax.Array]
 
 # The kernel leaves out what these hide.
 _HIDING = ("query_seq_lengths", "key_value_seq_lengths")
-# Where rows see unequally many keys, so many blocks of rows read no more keys than their last row sees.
-_ROW_BLOCKS = 8
+# With a causal mask, rows are summed in so many blocks, each over the keys that its last row sees. Not in many small
+# ones.
+_ROW_BLOCKS, _MIN_ROWS = 8, 128
 
 
 def of_ds(ds: jax.Array, arrays: Arrays, dbias: jax.core.ShapedArray, options: AttentionOptions) -> jax.Array:
@@ -31,25 +32,26 @@ def of_ds(ds: jax.Array, arrays: Arrays, dbias: jax.core.ShapedArray, options: A
       dbias: [B or 1, N or 1, T, S], with any number of batch axes.
       options: the static options.
     """
-    ds = jax.lax.bitcast_convert_type(ds, arrays["q"].dtype)
     seqlen_q, seqlen_kv = ds.shape[2:]
-    hides_later_keys = options.reach[1] >= 0 and "query_offset" not in arrays
-    step = -(-seqlen_q // (_ROW_BLOCKS if hides_later_keys else 1))
+    if options.reach[1] < 0 or "query_offset" in arrays:
+        return _sum_of_rows(ds, 0, arrays, dbias, options)
+    step = max(-(-seqlen_q // _ROW_BLOCKS), _MIN_ROWS)
     blocks = []
     for first in range(0, seqlen_q, step):
-        rows = jnp.arange(first, min(first + step, seqlen_q), dtype=jnp.int32)
-        num_keys = min(first + step + options.reach[1], seqlen_kv) if hides_later_keys else seqlen_kv
-        block = _sum_of_rows(ds[:, :, first : first + step, :num_keys], rows, arrays, dbias, options)
+        num_keys = min(first + step + options.reach[1], seqlen_kv)
+        block = _sum_of_rows(ds[:, :, first : first + step, :num_keys], first, arrays, dbias, options)
         blocks.append(jnp.pad(block, [(0, 0)] * (block.ndim - 1) + [(0, seqlen_kv - num_keys)]))
     return jnp.concatenate(blocks, axis=-2)
 
 
 def _sum_of_rows(
-    ds: jax.Array, rows: jax.Array, arrays: Arrays, dbias: jax.core.ShapedArray, options: AttentionOptions
+    ds: jax.Array, first: int, arrays: Arrays, dbias: jax.core.ShapedArray, options: AttentionOptions
 ) -> jax.Array:
-    """The sums of these rows: of ds [B, N, rows, keys], the first keys alone."""
+    """The sums of uint16 [B, N, rows, keys]: of rows from `first` on and the first keys."""
+    ds = jax.lax.bitcast_convert_type(ds, arrays["q"].dtype)
     num_batches, num_heads, num_rows, num_keys = ds.shape
     if max(options.reach) >= 0 or not arrays.keys().isdisjoint(_HIDING):
+        rows = jnp.arange(first, first + num_rows, dtype=jnp.int32)
         columns = jnp.arange(num_keys, dtype=jnp.int32)
         ds = jnp.where(_reference.visible_pairs(rows[:, None], columns, arrays, options), ds, 0)
     num_sums = math.prod(dbias.shape[:-3]), dbias.shape[-3]

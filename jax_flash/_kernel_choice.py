@@ -169,8 +169,8 @@ def keeps_ds(
 
     A pass of its own would compute them again: two of five products. Written and read, they take 4 bytes a pair, which
     is less from head dim 65 on, or if there is nothing to sum. And they take memory, which is limited here. The sum
-    skips what a causal mask hides, if it knows where that begins, but no other blocks that hide pairs, and gains
-    nothing there.
+    skips what a causal mask without offset hides. It would read what other masks, windows and offsets hide, and gain
+    nothing.
 
     dbias: [B or 1, N or 1, T, S].
     """

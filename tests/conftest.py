@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import types
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the workers of pytest-xdist share one GPU
 # The oracle multiplies small matrices. More threads would mostly wait for each other, and take the workers' cores.
@@ -87,7 +88,8 @@ def pytest_testnodedown(node) -> None:
     left_out = getattr(node, "workeroutput", {}).get("left_out", 0)
     if left_out and not config.stash.get(LEFT_OUT, 0):
         config.stash[LEFT_OUT] = left_out
-        config.hook.pytest_deselected(items=[None] * left_out)  # the last line of the output has their number
+        # The last line of the output has their number. Plugins may look at their attributes.
+        config.hook.pytest_deselected(items=[types.SimpleNamespace()] * left_out)
 
 
 def pytest_terminal_summary(terminalreporter, config) -> None:

@@ -208,14 +208,14 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     "jax_flash/_bias_sums.py": [
         ("what a kernel left at hidden pairs counts",
          "ds = jnp.where(_reference.visible_pairs(rows[:, None], columns, arrays, options), ds, 0)", "pass",
-         "test_bias.py::test_sums_of_gradients_of_logits[causal-float32-shape0]"),
+         "test_bias.py::test_sums_of_gradients_of_logits[causal, lengths-float32-shape0]"),
         ("the last key that a block of rows sees does not count",
          "num_keys = min(first + step + options.reach[1], seqlen_kv)",
          "num_keys = min(first + step + options.reach[1], seqlen_kv) - 1",
          "test_bias.py::test_sums_of_gradients_of_logits[causal-float32-shape0]"),
         ("terms are added in 16 bits",
          "(ds[:, i, :, j].astype(sum_dtype(ds.dtype)) for", "(ds[:, i, :, j] for",
-         "test_bias.py::test_sums_of_gradients_of_logits[-float32-shape1]"),
+         "test_bias.py::test_sums_of_gradients_of_logits[none-float32-shape1]"),
     ],
     "jax_flash/_blocked.py": [
         ("pairs of the last block count twice",

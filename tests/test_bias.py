@@ -188,29 +188,45 @@ def test_only_what_is_differentiated_takes_a_pass(bias, dtype, within, platform)
         np.testing.assert_array_equal(got, want)
 
 
+# T and S, what hides pairs in a call, and operands that do. Of a causal call, blocks of 128 rows are summed.
+HIDING = {
+    "none": ((T, S), {}, {}),
+    "lengths": (
+        (T, S),
+        {},
+        dict(
+            query_seq_lengths=np.array([T, 3, 0, 20], np.int32),
+            key_value_seq_lengths=np.array([40, S, 7, 0], np.int32),
+        ),
+    ),
+    "causal": ((300, 170), dict(is_causal=True), {}),
+    "causal, lengths": (
+        (300, 310),
+        dict(is_causal=True),
+        dict(key_value_seq_lengths=np.array([310, 150, 7, 0], np.int32)),
+    ),
+    "window": ((300, 310), dict(local_window_size=(9, 3)), {}),
+    "offset": ((300, 310), dict(is_causal=True), dict(query_offset=np.array([30, -2, 0, 10], np.int32))),
+}
+
+
 @pytest.mark.parametrize("shape", [(4, 6), (1, 6), (4, 1), (1, 1)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("hides", ["", "causal", "causal, offset"])
-def test_sums_of_gradients_of_logits(hides, dtype, shape):
+@pytest.mark.parametrize("hiding", HIDING)
+def test_sums_of_gradients_of_logits(hiding, dtype, shape):
     """What a kernel wrote of hidden pairs does not count."""
-    ds = random(4, 6, T, S, seed=0, dtype=DTYPES["bfloat16"])
-    operands, options, visible = {}, AttentionOptions.resolve(8), np.ones(ds.shape, bool)
-    if hides:
-        lengths = np.array([T, 3, 0, 20], np.int32), np.array([40, S, 7, 0], np.int32)
-        operands = dict(query_seq_lengths=lengths[0], key_value_seq_lengths=lengths[1])
-        if "offset" in hides:
-            operands["query_offset"] = np.array([3, -2, 0, 10], np.int32)
-        options = AttentionOptions.resolve(8, is_causal=True, local_window_size=(9, None))
-        seen = oracle.visible(4, T, S, is_causal=True, local_window_size=(9, None), **operands)
-        visible = np.broadcast_to(seen, ds.shape)
-        ds[~visible] = np.nan
+    (num_rows, num_keys), static, operands = HIDING[hiding]
+    ds = random(4, 6, num_rows, num_keys, seed=0, dtype=DTYPES["bfloat16"])
+    options = AttentionOptions.resolve(8, **static)
+    visible = np.broadcast_to(oracle.visible(4, num_rows, num_keys, **static, **operands), ds.shape)
+    ds[~visible] = np.nan
     want = (
         np.where(visible, ds, 0)
         .astype(np.float64)
         .sum(tuple(axis for axis, size in enumerate(shape) if size == 1), keepdims=True)
     )
-    q = jnp.zeros((4, T, 6, 8), jnp.bfloat16)
-    dbias = jax.core.ShapedArray((*shape, T, S), DTYPES[dtype])
+    q = jnp.zeros((4, num_rows, 6, 8), jnp.bfloat16)
+    dbias = jax.core.ShapedArray((*shape, num_rows, num_keys), DTYPES[dtype])
     got = jax.jit(lambda ds: _bias_sums.of_ds(ds, dict(q=q) | operands, dbias, options))(ds.view(np.uint16))
     assert got.dtype == dbias.dtype
     np.testing.assert_allclose(
@@ -218,16 +234,26 @@ def test_sums_of_gradients_of_logits(hides, dtype, shape):
     )
 
 
+@pytest.mark.parametrize(
+    ("is_causal", "num_rows", "num_keys"),
+    [(False, 200, 200), (True, 200, 200), (True, 136, 304), (True, 400, 136)],
+)
 @pytest.mark.parametrize("head_dim", [32, 128])
 @pytest.mark.parametrize("portable", [False, True])
-def test_one_kernel_computes_all_gradients(portable, head_dim, platform, monkeypatch):
+def test_one_kernel_computes_all_gradients(
+    portable, head_dim, is_causal, num_rows, num_keys, platform, monkeypatch
+):
     """On Hopper it keeps the gradients of the logits; where other kernels run, these compute them in a second pass."""
-    q, k, v, dout = (random(2, 200, 2, head_dim, seed=i, dtype=DTYPES["bfloat16"]) for i in range(4))
-    bias = random(2, 2, 200, 200, seed=4, dtype=DTYPES["bfloat16"])
-    lengths = np.array([150, 200], np.int32)
+    q, k, v, dout = (
+        random(2, length, 2, head_dim, seed=i, dtype=DTYPES["bfloat16"])
+        for i, length in enumerate((num_rows, num_keys, num_keys, num_rows))
+    )
+    bias = random(2, 2, num_rows, num_keys, seed=4, dtype=DTYPES["bfloat16"])
+    lengths = np.array([num_keys - 50, num_keys], np.int32)
 
     def gradients(q, k, v, bias):
-        return jax.vjp(functools.partial(attention, key_value_seq_lengths=lengths), q, k, v, bias)[1](dout)
+        f = functools.partial(attention, key_value_seq_lengths=lengths, is_causal=is_causal)
+        return jax.vjp(f, q, k, v, bias)[1](dout)
 
     kept, keeps_ds = [], _kernel_choice.keeps_ds
 

@@ -210,6 +210,9 @@ def test_parts_of_the_sum_over_the_batch(q, num_keys, dbias, parts):
         ((8, 4096, 16, 128), 4096, (8, 16), {}, True),
         ((9, 4096, 16, 128), 4096, (9, 16), {}, False),  # more than 4 GiB
         ((4, 4096, 16, 128), 4096, (1, 16), dict(is_causal=True), True),
+        ((4, 4096, 16, 128), 4096, (1, 16), dict(local_window_size=(None, 0)), True),  # the same
+        ((4, 4096, 16, 64), 4096, (1, 16), dict(is_causal=True), False),
+        ((4, 4096, 16, 64), 4096, (4, 16), dict(is_causal=True), True),
         ((4, 4096, 16, 128), 4096, (1, 16), dict(is_causal=True, local_window_size=(9, None)), False),
         ((4, 4096, 16, 128), 4096, (1, 16), dict(local_window_size=(None, 9)), False),
         ((4, 4096, 16, 128), 4096, (1, 16), dict(deterministic=True), False),  # dq has a kernel of its own
@@ -229,7 +232,7 @@ def test_gradients_of_logits_are_kept(q, num_keys, dbias, options, keeps, monkey
     assert _kernel_choice.keeps_ds(q, k, k, dbias, options, hides_pairs=False) == keeps
     assert not _kernel_choice.keeps_ds(q, k, k, dbias, options, hides_pairs=True)
     keeps_with_offset = _kernel_choice.keeps_ds(q, k, k, dbias, options, hides_pairs=False, has_offset=True)
-    assert keeps_with_offset == (keeps and not options.is_causal)
+    assert keeps_with_offset == (keeps and options.reach == (-1, -1))
 
 
 @pytest.mark.parametrize(

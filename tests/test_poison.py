@@ -328,7 +328,7 @@ def test_inf_follows_the_reference_where_there_are_no_planes(operand, value, det
 def test_inf_follows_the_reference_in_other_derivatives(operand, precision, platform):
     """The same places are NaN, infinite and finite in the gradient of a bias, tangents and second derivatives.
 
-    But at "high" and "highest" a GPU may have NaN in the latter two.
+    But at "high" and "highest" a GPU may have NaN in tangents and second derivatives.
     """
     rng = np.random.default_rng(0)
     q_shape, kv_shape = (2, 40, 4, 64), (2, 70, 2, 64)

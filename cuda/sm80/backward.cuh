@@ -145,6 +145,7 @@ __device__ __forceinline__ void compute_key_tile(
   // kWarpDqColumns].
   constexpr int kScoreRows = kBlockM / kTile.score_warps_m;
   constexpr int kScoreColumns = kBlockN / (kTile.warps / kTile.score_warps_m);
+  static_assert(!kPlanes || kDsRows % kScoreRows == 0);
   constexpr int kDkvRows = kBlockN / kTile.dkv_warps_n;
   constexpr int kDkvColumns = kHeadDim / (kTile.warps / kTile.dkv_warps_n);
   constexpr int kWarpDqRows = kBlockM / kTile.dq_warps_m;

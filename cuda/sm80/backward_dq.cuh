@@ -37,6 +37,7 @@ struct BackwardDqConfig {
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kThreads = 32 * kTile.warps;
   static constexpr int kWarpRows = kBlockM / kTile.warps;
+  static_assert(!kHasTwoPlanes<Arithmetic> || kDsRows % kWarpRows == 0);
   using QTile = SharedTile<Arithmetic, kBlockM, kHeadDim, /*kRounded=*/true>;
   using KvTile = SharedTile<Arithmetic, kBlockN, kHeadDim>;
   static constexpr int kSharedBytes = 2 * QTile::kBytes + 2 * kStages * KvTile::kBytes;

@@ -14,6 +14,7 @@
 #include "pairs.cuh"
 #include "params.h"
 #include "planes.cuh"
+#include "ptx/grid.h"
 #include "sm80/product.cuh"
 #include "sm80/scores.cuh"
 #include "sm80/shared_tile.cuh"
@@ -79,7 +80,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int batch = blockIdx.x / num_m_blocks / num_heads;
   const int kv_head = head / (num_heads / static_cast<int>(params.num_kv_heads));
   const int m_start = m_block * kBlockM;
-  if (!kIs16Bit<Arithmetic> && planes_hold(params, batch, kv_head)) return;
+  if constexpr (!kIs16Bit<Arithmetic>) {
+    // Known before the kernel for planes has ended, which writes the same rows. If all blocks left before it
+    // has, so would this grid.
+    const bool has_rows = !planes_hold(params, batch, kv_head);
+    if (has_rows || blockIdx.x == gridDim.x - 1) ptx::wait_for_grid_before();
+    if (!has_rows) return;
+  }
 
   const Mask mask(params, batch);
   const int m_last = min(m_start + kBlockM, mask.q_length) - 1;
@@ -239,7 +246,10 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
     return status;
   }
   const int64_t blocks = ceil_div(params.seqlen_q, Config::kBlockM) * params.num_heads * params.batch;
-  return launch(forward_kernel<Config>, blocks, Config::kThreads, Config::kSharedBytes, context, arguments);
+  const auto launch_behind =
+      params.planes ? launch_early<ForwardArguments<Sum>> : launch<ForwardArguments<Sum>>;
+  return launch_behind(forward_kernel<Config>, blocks, Config::kThreads, Config::kSharedBytes, context,
+                       arguments);
 }
 
 template <class Arithmetic, int kHeadDim>

@@ -44,21 +44,32 @@ GradientArguments<typename Arithmetic::Sum> gradient_arguments(const BackwardPar
 
 // ---- Tiles: each block has one ----
 //
-// But behind kernels with three products of TF32 there is nothing to do, as a rule. So there are no more
-// blocks than run side by side, which take the tiles in turn: even blocks that return at once take time.
+// But behind other kernels there is nothing to do, as a rule: planes hold all key heads, or three products of
+// TF32 have made no NaN. So there are no more blocks than run side by side, which take the tiles in turn:
+// even blocks that return at once take time.
+
+template <class Arithmetic>
+inline constexpr bool kMayBeBehind =
+    std::is_same_v<Arithmetic, tf32> || std::is_same_v<Arithmetic, tf32x3_infinity>;
+
+template <class Arithmetic>
+__host__ __device__ constexpr bool is_behind(const BackwardParams& params) {
+  return kMayBeBehind<Arithmetic> && (params.planes || std::is_same_v<Arithmetic, tf32x3_infinity>);
+}
 
 template <class Arithmetic>
 int64_t num_blocks(const BackwardParams& params, int64_t tiles, int blocks_per_sm,
                    const LaunchContext& context) {
-  const bool is_behind = std::is_same_v<Arithmetic, tf32x3_infinity> && !params.planes;
-  return is_behind ? std::min<int64_t>(tiles, blocks_per_sm * context.multiprocessors) : tiles;
+  return is_behind<Arithmetic>(params) ? std::min<int64_t>(tiles, blocks_per_sm * context.multiprocessors)
+                                       : tiles;
 }
 
 // Calls f(tile) for those of this block.
 template <class Arithmetic, class F>
 __device__ __forceinline__ void for_each_tile(const BackwardParams& params, unsigned tiles, const F& f) {
-  if constexpr (std::is_same_v<Arithmetic, tf32x3_infinity>) {
-    if (!params.planes && *params.has_nan == 0) return;
+  if constexpr (kMayBeBehind<Arithmetic>) {
+    if (is_behind<Arithmetic>(params) && (params.planes ? planes_hold_all(params) : *params.has_nan == 0))
+      return;
 #pragma unroll 1
     for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
       f(tile);

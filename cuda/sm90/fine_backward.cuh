@@ -94,7 +94,7 @@ struct FineBackwardConfig {
   static constexpr BackwardTile kTile = kFineBackwardTile;
   static constexpr int kBlockM = kTile.block_m, kBlockN = 128;
   static_assert(kBlockM == 64 && kTile.stages == 1 && kTile.kv_stages == 1);
-  static_assert(kStatsRows % kBlockM == 0 && kKeyUnit % kBlockN == 0);
+  static_assert(kStatsRows % kBlockM == 0 && kDsRows % kBlockM == 0 && kKeyUnit % kBlockN == 0);
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   static constexpr int kPartColumns = kHeadDim == 64 ? 64 : 32,

@@ -80,6 +80,7 @@
 #include "params.h"
 #include "planes.cuh"
 #include "ptx/barrier.h"
+#include "ptx/grid.h"
 #include "ptx/memory.h"
 #include "ptx/tensor_copy.h"
 #include "ptx/wgmma.h"
@@ -979,6 +980,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   __syncthreads();
   wait_for_other_half<Config>();
+  if constexpr (Config::kPlanes) {
+    ptx::wait_for_grid_before();  // for planes
+    ptx::let_next_grid_start();   // blocks of the portable kernel, most of which end at once
+  }
 
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
@@ -1055,7 +1060,9 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
       (Config::kPlanes ||
        make_tensor_map<Element, kColumns>(params.out, B, T, N, Hv, 16, &arguments.out_map));
   if (!has_maps) return Status::not_served();
-  if (arguments.schedule.counter) {
+  if (Config::kPlanes && arguments.schedule.counter) {
+    arguments.schedule.counter = PlaneScales::tile_counter(params);
+  } else if (arguments.schedule.counter) {
     const Status status = cudaMemsetAsync(arguments.schedule.counter, 0, sizeof(int), context.stream);
     if (status.failed()) return status;
   }
@@ -1063,6 +1070,10 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
     return status;
   }
   const int blocks = arguments.schedule.counter ? context.multiprocessors : arguments.schedule.num_tiles;
+  if constexpr (Config::kPlanes) {
+    return launch_early(forward_kernel<Config>, blocks, Config::kThreads, Config::kSharedBytes, context,
+                        arguments);
+  }
   const Status status = launch_tiles<Config>(forward_kernel<Config>, blocks, context, arguments);
   if constexpr (Config::kIsSplit) {
     if (!status.failed()) {
