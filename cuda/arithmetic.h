@@ -38,10 +38,10 @@ struct tf32x3 {
 };
 
 // tf32x3 with float32's results for infinite operands, and the same bits where all are finite. It forms the
-// products of the forward kernels, 20 % slower, and of the gradient of a bias, which takes 1.08 times as long.
-// For the gradients of q, k and v it is 27 % slower (on an H100: 41 instead of 56 TFLOP/s at head dim 128),
-// and runs behind other kernels: for key heads that planes do not hold, and for calls whose gradients tf32x3
-// has made NaN. With an infinity, tangents and derivatives of the gradient are NaN.
+// products of the forward kernels, 20 % slower, and of the gradient of a bias, which takes 1.08 times as
+// long. For the gradients of q, k and v it is 27 % slower (on an H100: 41 instead of 56 TFLOP/s at head dim
+// 128), and runs behind other kernels: for key heads that planes do not hold, and for calls whose gradients
+// tf32x3 has made NaN. With an infinity, tangents and derivatives of the gradient are NaN.
 struct tf32x3_infinity {
   using Element = float;
   using Sum = float;
