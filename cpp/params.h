@@ -129,8 +129,7 @@ struct AttentionParams {
 
   // Workspace of the CUDA kernels: workspace.def has the shapes.
   VisibilityWorkspace visible;
-  int32_t* tile_counter;  // persistent blocks draw tiles from it; null but in 16 bits, and in float32 forward
-                          // and backward
+  int32_t* tile_counter;  // persistent blocks draw tiles from it; null but in 16 bits and float32 backward
   PlaneWorkspace planes;
 
   // The page that an element of page_indices names: a wrong one does no harm.

@@ -53,7 +53,7 @@ static_assert(kStatsRows % kDeltaRows == 0);
 // rows of a head per block. Also clears the counter of tiles, has_nan and `turns` [B, N, ceil(T /
 // kDeltaRows)], unless they are null, and `count` floats at `to_clear`, which is aligned to 16 bytes: `share`
 // of them, a multiple of 4, per block. A row whose lse is -inf, or one beyond the end, gets delta = 0 and
-// lse_log2 = +inf: its probabilities become 0.
+// lse_log2 = +inf: its probabilities become 0. Behind planes that hold all key heads it does nothing.
 //
 // kLanes lanes share a row, which is a whole number of vectors of kBytes.
 template <class Element, int kLanes, int kBytes>

@@ -77,10 +77,12 @@ Status launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int sh
   return launch_with(nullptr, kernel, blocks, threads, shared_bytes, context, parameters...);
 }
 
-// Like launch, but on 9.0 and newer the kernel may start while the one before it on the stream ends. At least
-// one thread of each block calls ptx::wait_for_grid_before(), and no thread reads what that kernel writes, or
-// writes global memory, before one of its block has. A block that does neither need not wait, unless all do.
-// Behind a kernel of XLA's that gains nothing: those let none start early.
+// Like launch, but on 9.0 and newer the kernel may start while the one before it on the stream ends. A block
+// calls ptx::wait_for_grid_before() before one of its threads reads what that kernel writes, or writes global
+// memory. A block that does neither need not wait, but one block must, or this grid, and what follows on the
+// stream, might end before that kernel. A kernel that is launched early waits before it lets the next one
+// start, which may therefore read what kernels before wrote. Behind a kernel of XLA's that gains nothing:
+// those let none start early.
 template <class... Parameters>
 Status launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes,
                     const LaunchContext& context, const Parameters&... parameters) {

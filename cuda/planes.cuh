@@ -109,7 +109,8 @@ struct PlaneScales {
   __device__ __forceinline__ int of_dk() const { return of_dp() - exponent(kQ); }
   __device__ __forceinline__ int of_dv() const { return -exponent(kDout) - kPlaneTop - 1; }
 
-  // Is this key head as exact as in TF32, or with two planes as in float32? A whole warp asks.
+  // Is this key head as exact as in TF32, or with two planes as in float32? A whole warp asks. It reads past
+  // this multiprocessor's cache, as the blocks of a grid that started early have not waited.
   //
   // A row of which all is less than 2^-28 of the largest magnitude loses bits. Of q, k and v it matters where
   // a query or a key meets such rows alone, which lie side by side: groups of rows are looked at. dq of a row
@@ -132,7 +133,7 @@ struct PlaneScales {
     const bool holds_results = is_backward ? is_moderate(of_dp()) && is_moderate(of_dq()) &&
                                                  is_moderate(of_dk()) && is_moderate(of_dv())
                                            : is_moderate(of_out());
-    return *fails() == 0 && holds_rows && holds_results;
+    return __ldcg(fails()) == 0 && holds_rows && holds_results;
   }
 
  private:
@@ -143,8 +144,9 @@ struct PlaneScales {
     constexpr int kNone = -1024;
     int largest = kNone;
     for (int column = threadIdx.x % 32; column < static_cast<int>(params.head_dim); column += 32) {
-      if (q[column] == 0 || k[column] == 0) continue;
-      largest = max(largest, binade(__int_as_float(q[column])) + binade(__int_as_float(k[column])));
+      const int32_t of_q = __ldcg(q + column), of_k = __ldcg(k + column);
+      if (of_q == 0 || of_k == 0) continue;
+      largest = max(largest, binade(__int_as_float(of_q)) + binade(__int_as_float(of_k)));
     }
     largest = __reduce_max_sync(0xffffffff, largest);
     return largest == kNone ? 0 : 2 * kPlaneTop - exponent(kQ) - exponent(kK) - largest;
@@ -155,14 +157,15 @@ struct PlaneScales {
     const int32_t* v = column_maxima(kV, params);
     int32_t least = 0;  // kInfinityBits less its bits
     for (int column = threadIdx.x % 32; column < static_cast<int>(params.head_dim_v); column += 32) {
-      if (v[column] > 0) least = max(least, kInfinityBits - v[column]);
+      const int32_t of_v = __ldcg(v + column);
+      if (of_v > 0) least = max(least, kInfinityBits - of_v);
     }
     return binades_above(kV, __reduce_max_sync(0xffffffff, least));
   }
 
   // How many powers of two lie between the largest magnitude and that of the least group of rows.
   __device__ __forceinline__ int binades(Array array) const {
-    return binades_above(array, *least_maximum(array));
+    return binades_above(array, __ldcg(least_maximum(array)));
   }
   // `least`: kInfinityBits less the bits of a magnitude; 0: there is none.
   __device__ __forceinline__ int binades_above(Array array, int32_t least) const {
@@ -210,7 +213,8 @@ struct PlaneRows {
 // Makes the planes of q, k and v, and of dout if it is given, with their scales.
 Status launch_planes(const AttentionParams& params, const void* dout, const LaunchContext& context);
 
-// Makes the rows, and clears the counter of tiles. After launch_planes.
+// Makes the rows, clears the counter of tiles and decides whether planes hold all key heads. After
+// launch_planes.
 Status launch_plane_rows(const BackwardParams& params, const LaunchContext& context);
 
 }  // namespace jax_flash::cuda

@@ -1,4 +1,7 @@
-"""Parameters of tests, of which the quick run keeps some. The others are `exhaustive`: `--all` runs them, too."""
+"""Parameters of tests, of which the quick run keeps some. The others are `exhaustive`: `--all` runs them, too.
+
+Those that are `gpu_only` a CPU never runs.
+"""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -7,7 +10,9 @@ import pytest
 from cases import Case
 
 EXHAUSTIVE = pytest.mark.exhaustive
-NUM_KINDS = 5  # of harness.KINDS, on the platform that has most
+GPU_ONLY = pytest.mark.gpu_only
+GPU_ONLY = pytest.mark.gpu_only
+NUM_KINDS, FLOAT64_ON_CPU = 5, 3  # of harness.KINDS, on the platform that has most
 # Cases that the quick run computes in every dtype. Together they have every option.
 IN_EVERY_DTYPE = ("everything at once", "alibi")
 
@@ -42,17 +47,25 @@ def in_turn(
     return pairs
 
 
-def cases_and_kinds(cases: Collection[Case], quick: Collection[str] | None = None) -> list[Any]:
-    """Each case with each index of harness.KINDS, in turn; `quick` are names of cases.
+def cases_and_kinds(
+    cases: Collection[Case], quick: Collection[str] | None = None, exhaustive_on_cpu: bool = True
+) -> list[Any]:
+    """Each case with each index of harness.KINDS. The quick run keeps one of each case, in turn; `quick` names cases.
 
-    The last kind is float64 on a GPU, whose kernels have head dims up to 128.
+    The last kind is float64 on a GPU, whose kernels have head dims up to 128. A CPU's kernels for other dtypes are one
+    template, and differ in how they load and store. So there, a case runs in turn and in float64; without
+    `exhaustive_on_cpu`, as in the quick run.
     """
-    pairs = in_turn({case.name: case for case in cases}, range(NUM_KINDS - 1), quick, with_all=IN_EVERY_DTYPE)
-    last = (case for case in cases if max(case.head_dim, case.head_dim_v or 0) <= 128)
-    return pairs + [
-        _parameter((case, NUM_KINDS - 1), f"{case}-{NUM_KINDS - 1}", case.name in IN_EVERY_DTYPE)
-        for case in last
-    ]
+    parameters = []
+    for i, case in enumerate(cases):
+        is_wide = max(case.head_dim, case.head_dim_v or 0) > 128
+        for kind in range(NUM_KINDS - is_wide):
+            is_turn = i % (NUM_KINDS - 1) == kind or case.name in IN_EVERY_DTYPE
+            is_quick = is_turn and (quick is None or case.name in quick)
+            on_cpu = is_quick or (exhaustive_on_cpu and (is_turn or kind == FLOAT64_ON_CPU))
+            marks = [EXHAUSTIVE] * (not is_quick) + [GPU_ONLY] * (not on_cpu)
+            parameters.append(pytest.param(case, kind, id=f"{case}-{kind}", marks=marks))
+    return parameters
 
 
 def _mapping(table: Table) -> Mapping[Any, Any]:

@@ -81,11 +81,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int kv_head = head / (num_heads / static_cast<int>(params.num_kv_heads));
   const int m_start = m_block * kBlockM;
   if constexpr (!kIs16Bit<Arithmetic>) {
-    // Known before the kernel for planes has ended, which writes the same rows. If all blocks left before it
-    // has, so would this grid.
-    const bool has_rows = !planes_hold(params, batch, kv_head);
-    if (has_rows || blockIdx.x == gridDim.x - 1) ptx::wait_for_grid_before();
-    if (!has_rows) return;
+    if (planes_hold(params, batch, kv_head)) {
+      // Known before the kernel for planes has ended, which waited for the scales before it let this one
+      // start. One block waits: else this grid could end before that one.
+      if (blockIdx.x == gridDim.x - 1) ptx::wait_for_grid_before();
+      return;
+    }
+    ptx::wait_for_grid_before();  // it writes the same rows
   }
 
   const Mask mask(params, batch);

@@ -70,9 +70,13 @@ __device__ __forceinline__ void for_each_tile(const BackwardParams& params, unsi
   if constexpr (kMayBeBehind<Arithmetic>) {
     if (is_behind<Arithmetic>(params) && (params.planes ? planes_hold_all(params) : *params.has_nan == 0))
       return;
+    // Every second round backwards: a block would else get the same place in each head, which with a causal
+    // mask may always be a long one.
+    unsigned in_round = blockIdx.x;
 #pragma unroll 1
-    for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      f(tile);
+    for (unsigned first = 0; first < tiles; first += gridDim.x) {
+      if (first + in_round < tiles) f(first + in_round);
+      in_round = gridDim.x - 1 - in_round;
       __syncthreads();  // all threads have finished with shared memory
     }
   } else {

@@ -1038,8 +1038,9 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
   ForwardArguments arguments{.params = params, .logit = LogitScale(params), .pairs = PairOptions(params)};
   // A box of queries has whole rows of these heads.
   const int tile_heads = Config::kIsSplit ? packed_heads(params) : 1;
+  int* const counter = Config::kPlanes ? PlaneScales::tile_counter(params) : params.tile_counter;
   if (!make_schedule(params, Config::kBlockM, Config::kIsSplit ? params.num_key_parts : 1, tile_heads,
-                     context, &arguments.schedule)) {
+                     counter, context, &arguments.schedule)) {
     return Status::not_served();
   }
   // Each block would draw a tile of its own.
@@ -1060,9 +1061,7 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
       (Config::kPlanes ||
        make_tensor_map<Element, kColumns>(params.out, B, T, N, Hv, 16, &arguments.out_map));
   if (!has_maps) return Status::not_served();
-  if (Config::kPlanes && arguments.schedule.counter) {
-    arguments.schedule.counter = PlaneScales::tile_counter(params);
-  } else if (arguments.schedule.counter) {
+  if (!Config::kPlanes && arguments.schedule.counter) {
     const Status status = cudaMemsetAsync(arguments.schedule.counter, 0, sizeof(int), context.stream);
     if (status.failed()) return status;
   }

@@ -39,7 +39,7 @@ struct Schedule {
 
 // False if there are too many tiles to number.
 inline bool make_schedule(const ForwardParams& params, int block_m, int64_t num_parts, int64_t tile_heads,
-                          const LaunchContext& context, Schedule* schedule) {
+                          int* counter, const LaunchContext& context, Schedule* schedule) {
   constexpr int64_t kSectionBytes = 18 << 20;  // of keys and values: 9 and 33 MB were slower on 50 MB of L2
   const int64_t num_heads = params.num_heads / tile_heads, total_heads = params.batch * num_heads;
   const int64_t num_m_blocks = ceil_div(params.seqlen_q * tile_heads, block_m);
@@ -49,11 +49,10 @@ inline bool make_schedule(const ForwardParams& params, int block_m, int64_t num_
   const int64_t head_bytes = 2 * params.seqlen_kv * (params.head_dim + params.head_dim_v);
   const int64_t num_sections = ceil_div(total_heads / group * head_bytes, kSectionBytes);
   const int64_t section_heads = group * ceil_div(total_heads / group, std::max<int64_t>(num_sections, 1));
-  *schedule = {
-      static_cast<int>(num_m_blocks), static_cast<int>(num_parts),
-      static_cast<int>(tile_heads),   static_cast<int>(num_heads),
-      static_cast<int>(total_heads),  static_cast<int>(section_heads),
-      static_cast<int>(num_tiles),    num_tiles > context.multiprocessors ? params.tile_counter : nullptr};
+  *schedule = {static_cast<int>(num_m_blocks), static_cast<int>(num_parts),
+               static_cast<int>(tile_heads),   static_cast<int>(num_heads),
+               static_cast<int>(total_heads),  static_cast<int>(section_heads),
+               static_cast<int>(num_tiles),    num_tiles > context.multiprocessors ? counter : nullptr};
   return true;
 }
 
