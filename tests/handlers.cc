@@ -228,7 +228,6 @@ void test_workspace_of_planes() {
                            {DataType::U16, {2 * planes, 70, 6, 8}},
                            {DataType::U16, {2 * planes, 5, 3, 8}},
                            {DataType::U16, {2 * planes, 5, 3, 8}},
-                           {DataType::S32, {1}},
                            {DataType::F32, {0, 2, 70, 6, 12}}},
                           &workspace);
   };

@@ -532,7 +532,8 @@ def test_parts_in_workspace(dtype, queries, parts, size, head_dim, platform):
     if dtype == "float32":  # no planes
         types.append(jax.ShapeDtypeStruct((0, 3, 1, 16 + 30 + 2 * head_dim), jnp.int32))
         types += [jax.ShapeDtypeStruct((0, *x.shape[1:]), jnp.uint16) for x in (q, k, v)]
-    types.append(jax.ShapeDtypeStruct((1,), jnp.int32))
+    else:
+        types.append(jax.ShapeDtypeStruct((1,), jnp.int32))
     types += [jax.ShapeDtypeStruct((parts, 3, queries, 4, 32 + 4), F32)]
     options = AttentionOptions.resolve(head_dim, precision="highest")
     f = jax.ffi.ffi_call("jax_flash_forward" + "_emulated" * ("JAX_FLASH_EMULATE" in os.environ), types)

@@ -85,7 +85,7 @@ def workspace(target: str, q, k, v, key_parts: int = 0, has_planes=True) -> list
     of_gradient = [((0, T, N, Hv), jnp.uint16), ((0, B, N, -(-T // 128) * 128), F32)]
     parts = [((B, 0, rows, columns), F32) for columns in (H, Hv)]
     types = {
-        "jax_flash_forward": (planes + counter) * has_planes,
+        "jax_flash_forward": planes * has_planes,
         "jax_flash_backward": [
             *(planes + of_gradient + counter + has_nan) * has_planes,
             *statistics,
