@@ -110,7 +110,7 @@ struct PlaneScales {
   __device__ __forceinline__ int of_dv() const { return -exponent(kDout) - kPlaneTop - 1; }
 
   // Is this key head as exact as in TF32, or with two planes as in float32? A whole warp asks. It reads past
-  // this multiprocessor's cache, as the blocks of a grid that started early have not waited.
+  // this multiprocessor's cache, because blocks of a grid that starts early may ask before they have waited.
   //
   // A row of which all is less than 2^-28 of the largest magnitude loses bits. Of q, k and v it matters where
   // a query or a key meets such rows alone, which lie side by side: groups of rows are looked at. dq of a row

@@ -18,8 +18,8 @@ Arrays = dict[str, jax.Array]
 
 # The kernel leaves out what these hide.
 _HIDING = ("query_seq_lengths", "key_value_seq_lengths")
-# With a causal mask, rows are summed in so many blocks, each over the keys that its last row sees. Not in many small
-# ones.
+# With a causal mask, rows are summed in at most so many blocks, of at least so many rows. Each block is summed over the
+# keys that its last row sees.
 _ROW_BLOCKS, _MIN_ROWS = 8, 128
 
 
@@ -28,7 +28,7 @@ def of_ds(ds: jax.Array, arrays: Arrays, dbias: jax.core.ShapedArray, options: A
 
     Args:
       ds: uint16 [B, N, T, S], the bits of numbers in q's dtype; anything where a row does not see a key.
-      arrays: the arguments of the pass on one device, with one batch axis.
+      arrays: the arguments of the pass on one device, with one batch axis; none is a mask or segment ids.
       dbias: [B or 1, N or 1, T, S], with any number of batch axes.
       options: the static options.
     """

@@ -162,9 +162,7 @@ def sums_dq(q, k, v, *, num_head_parts: int, is_deterministic: bool, hides_pairs
     return head_dim <= 128
 
 
-def keeps_ds(
-    q, k, v, dbias, options: AttentionOptions, *, hides_pairs: bool, has_offset: bool = False
-) -> bool:
+def keeps_ds(q, k, v, dbias, options: AttentionOptions, *, hides_pairs: bool, has_offset: bool) -> bool:
     """Whether Hopper's backward kernel writes the gradients of the logits, of which that of a bias is then the sum.
 
     A pass of its own would compute them again: two of five products. Written and read, they take 4 bytes a pair, which

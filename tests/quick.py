@@ -1,6 +1,6 @@
 """Parameters of tests, of which the quick run keeps some. The others are `exhaustive`: `--all` runs them, too.
 
-Those that are `gpu_only` a CPU never runs.
+A CPU skips those that are `gpu_only`.
 """
 
 from collections.abc import Collection, Mapping
@@ -10,7 +10,6 @@ import pytest
 from cases import Case
 
 EXHAUSTIVE = pytest.mark.exhaustive
-GPU_ONLY = pytest.mark.gpu_only
 GPU_ONLY = pytest.mark.gpu_only
 NUM_KINDS, FLOAT64_ON_CPU = 5, 3  # of harness.KINDS, on the platform that has most
 # Cases that the quick run computes in every dtype. Together they have every option.

@@ -1,6 +1,7 @@
 """Which CUDA kernels run, the settings that choose others, and the memory that they get."""
 
 import dataclasses
+import functools
 import os
 import shutil
 import subprocess
@@ -229,9 +230,10 @@ def test_gradients_of_logits_are_kept(q, num_keys, dbias, options, keeps, monkey
         for shape in (q, (q[0], num_keys, *q[2:]), (*dbias, q[1], num_keys))
     )
     options = AttentionOptions.resolve(q.shape[-1], **options)
-    assert _kernel_choice.keeps_ds(q, k, k, dbias, options, hides_pairs=False) == keeps
-    assert not _kernel_choice.keeps_ds(q, k, k, dbias, options, hides_pairs=True)
-    keeps_with_offset = _kernel_choice.keeps_ds(q, k, k, dbias, options, hides_pairs=False, has_offset=True)
+    keeps_ds = functools.partial(_kernel_choice.keeps_ds, q, k, k, dbias, options)
+    assert keeps_ds(hides_pairs=False, has_offset=False) == keeps
+    assert not keeps_ds(hides_pairs=True, has_offset=False)
+    keeps_with_offset = keeps_ds(hides_pairs=False, has_offset=True)
     assert keeps_with_offset == (keeps and options.reach == (-1, -1))
 
 
