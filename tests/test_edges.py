@@ -682,6 +682,24 @@ def test_a_thread_block_that_merges_a_long_sequence(platform):
         np.testing.assert_array_equal(merged, one)
 
 
+def test_a_batch_beyond_whole_rounds_of_thread_blocks(platform):
+    """Thread blocks take the first sequences whole, and parts of the others. The bits are the same."""
+    if platform == "cpu":
+        pytest.skip("of CUDA kernels")
+    batch, keys = 37, 2100  # 296 tiles, where 132 multiprocessors have 264 in a round
+    q = random(batch, 1, 8, 64, dtype=DTYPES["bfloat16"])
+    k, v = (random(batch, keys, 8, 64, seed=seed, dtype=DTYPES["bfloat16"]) for seed in (1, 2))
+    lengths = keys - np.arange(batch, dtype=np.int32)
+    attention = functools.partial(jax_flash.flash_attention, return_residual=True)
+    results = []
+    for tile in (None, "short"):  # short: parts alone
+        with harness.cuda_settings(tile=tile):
+            call = jax.jit(lambda *x, n: attention(*x, key_value_seq_lengths=n))
+            results.append(jax.device_get(call(q, k, v, n=lengths)))
+    for one, parts in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, parts)
+
+
 @pytest.mark.parametrize("queries", [260, 1])
 def test_replays_in_16_bits_give_the_eager_bits(queries, platform):
     """The bfloat16 forward pass draws tiles from a counter in memory, which each call must reset.

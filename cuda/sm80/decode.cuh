@@ -9,9 +9,9 @@
 // of each part, through the buffer that was read last, while keys of the next part are on their way.
 //
 // What a thread block takes depends on the batch: a part of a tile's keys; in a large one a group of
-// neighboring parts, which it merges; or, if there are several tiles for each multiprocessor and sequences
-// are about equally long, a whole tile. What it leaves in workspace is merged by a second kernel
-// (key_parts.cuh).
+// neighboring parts, which it merges; or a whole tile, as long as tiles fill rounds of two for each
+// multiprocessor and sequences are about equally long. What it leaves in workspace is merged by a second
+// kernel (key_parts.cuh).
 //
 // How many parts there are, and in which order they are merged, depends on the shapes of a sequence, and not
 // on the batch or the number of key heads: so a sequence has the same bits alone and in a batch, on one
@@ -48,12 +48,12 @@ struct DecodeArguments {
   ForwardParams params;
   LogitScale logit;
   PairOptions pairs;
-  HeadRows q, k, v;     // [B * T, N, H], [B * S, K, H], [B * S, K, Hv]; k and v may be pages
-  int row_tiles;        // of a key head
-  int group_parts;      // neighboring parts that are merged first
-  int unit_parts;       // parts of a unit, which a block takes: a group, or one
-  int num_units;        // of a tile; 1: a block takes a tile
-  bool may_take_tiles;  // and where sequences are about equally long?
+  HeadRows q, k, v;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv]; k and v may be pages
+  int row_tiles;     // of a key head
+  int group_parts;   // neighboring parts that are merged first
+  int unit_parts;    // parts of a unit, which a block takes: a group, or one
+  int num_units;     // of a tile; 1: a block takes a tile
+  int whole_tiles;   // the first of these, where sequences are about equally long, are taken whole, too
 };
 
 // ---- Merging rows in shared memory ----
@@ -218,11 +218,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const unsigned row_tiles = Config::kManyRows ? arguments.row_tiles : 1, index = blockIdx.x / row_tiles;
   const int row_tile = blockIdx.x % row_tiles;
   const int num_kv_heads = static_cast<int>(params.num_kv_heads);
-  const int kv_head = index % num_kv_heads;
-  const int batch = index / num_kv_heads % static_cast<int>(params.batch);
-  const int first_unit = index / num_kv_heads / static_cast<int>(params.batch);
+  const int num_tiles = num_kv_heads * static_cast<int>(params.batch), tile = index % num_tiles;
+  const int kv_head = tile % num_kv_heads, batch = tile / num_kv_heads;
+  const int first_unit = index / num_tiles;
   bool takes_tile = arguments.num_units == 1;
-  if (Config::kMayTakeTiles && arguments.may_take_tiles && are_equally_long<kBlockN>(params)) {
+  if (Config::kMayTakeTiles && tile < arguments.whole_tiles && are_equally_long<kBlockN>(params)) {
     if (first_unit > 0) return;
     takes_tile = true;
   }
@@ -465,10 +465,12 @@ inline int64_t number_of_rows(const ForwardParams& params) {
 // Each block of a call looks at the lengths of all sequences, up to so many.
 inline constexpr int64_t kMostCompared = 256;
 
-// Do so many tiles, two on each multiprocessor, fill rounds, but for up to half of the last one?
-inline bool fill_rounds(int64_t tiles, int64_t multiprocessors) {
-  const int64_t last = tiles % (2 * multiprocessors);
-  return tiles >= 3 * multiprocessors && (last == 0 || last >= multiprocessors);
+// The first of equally long tiles, which fill rounds of two on each multiprocessor. The others leave the last
+// round partly idle, unless they nearly fill it: in units, they end together.
+inline int64_t tiles_of_rounds(int64_t tiles, int64_t multiprocessors) {
+  const int64_t round = 2 * multiprocessors, last = tiles % round;
+  if (tiles < round) return 0;
+  return 5 * last < 4 * round ? tiles - last : tiles;
 }
 
 template <class Config>
@@ -484,8 +486,8 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
 
   // How many parts a group has depends on the shape of a sequence alone; what a block takes, on the batch,
   // too. With three groups for every four multiprocessors, or more, longer blocks are faster than more of
-  // them. Tiles that are equally long are, if there are three for each multiprocessor, two at a time: memory
-  // is read in fewer, longer streams.
+  // them. So are whole tiles that are equally long, if there is a round of them: memory is read in fewer,
+  // longer streams.
   const int64_t rows = number_of_rows(params), row_tiles = ceil_div(rows, Config::kRows);
   const int64_t tiles = params.batch * params.num_kv_heads * row_tiles;
   const bool may_merge = Config::kMayHaveGroups && rows <= Config::kGroupRows && num_parts > 1;
@@ -504,9 +506,11 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
   // As the second kernel merges them.
   if (group_parts == 1) group_parts = combine_run<Config::kHeadDim>(num_parts);
   const int kept_bytes = Config::kSharedBytes + 2 * Config::kHalfBytes;
-  const bool may_take_tiles =
-      may_merge && Config::kMayTakeTiles && num_units > 1 && kept_bytes <= context.shared_memory_per_block &&
-      params.batch <= kMostCompared && is_chosen(fill_rounds(tiles, context.multiprocessors));
+  const bool may_take_tiles = may_merge && Config::kMayTakeTiles && num_units > 1 &&
+                              kept_bytes <= context.shared_memory_per_block && params.batch <= kMostCompared;
+  const int64_t first_tiles =
+      context.forced_tile < 0 ? tiles_of_rounds(tiles, context.multiprocessors) : tiles;
+  const int64_t whole_tiles = may_take_tiles && is_chosen(true) ? first_tiles : 0;
 
   const DecodeArguments arguments{params,
                                   LogitScale(params),
@@ -518,9 +522,9 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
                                   static_cast<int>(group_parts),
                                   static_cast<int>(unit_parts),
                                   static_cast<int>(num_units),
-                                  may_take_tiles};
+                                  static_cast<int>(whole_tiles)};
   const Status status = launch(decode_kernel<Config>, num_units * tiles, Config::kThreads,
-                               may_take_tiles   ? kept_bytes
+                               whole_tiles > 0  ? kept_bytes
                                : unit_parts > 1 ? Config::kSharedBytes + Config::kHalfBytes
                                                 : Config::kSharedBytes,
                                context, arguments);
@@ -528,7 +532,7 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
   ForwardParams of_units = params;
   of_units.num_key_parts = num_units;
   return launch_combine<typename Config::Arithmetic, Config::kHeadDim>(
-      of_units, context, unit_parts > 1 ? num_units : group_parts, may_take_tiles);
+      of_units, context, unit_parts > 1 ? num_units : group_parts, whole_tiles > 0);
 }
 
 template <class Arithmetic, int kHeadDim, bool kManyRows>
