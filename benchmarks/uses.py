@@ -231,7 +231,7 @@ USES = (
     ),
     Use(
         "speculative_multi_query", "speculative decoding", 16, 4, **MULTI_QUERY, seqlen_kv=8192,
-        is_causal=True, **CACHE,
+        is_causal=True, num_layers=16, **CACHE,
     ),
     Use("chunk", "a part of a prompt", 1, 512, **LLAMA, seqlen_kv=32768, is_causal=True, **CACHE),
     Use("chunk_full", "a part of a prompt", 1, 512, **LLAMA, seqlen_kv=32768, **CACHE),

@@ -18,6 +18,9 @@ namespace jax_flash {
 // Every dimension is smaller than this, so positions and their differences fit in an int.
 inline constexpr int64_t kMaxSize = int64_t{1} << 29;
 
+// Beyond every position. A position plus kFar does not overflow.
+inline constexpr int kFar = 1 << 30;
+
 enum class DType { kFloat16, kBFloat16, kFloat32, kFloat64, kBool };
 
 struct Options {

@@ -1,9 +1,6 @@
 // Before and after the backward products: per-row statistics (lse and delta), and dq from its float32 sum.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -3,7 +3,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <limits>
 
@@ -15,7 +14,9 @@ struct LaunchContext {
   int multiprocessors;
   int shared_memory_per_sm;     // bytes
   int shared_memory_per_block;  // bytes, with the opt-in
-  int forced_tile;              // for tests: 0 or 1 for short or long sequences' tiles; -1: as measured
+  // For tests: 0 or 1 for the tile of short or long sequences; in decoding, for single parts or as many as a
+  // thread block can merge. -1: as measured.
+  int forced_tile;
 };
 
 // How a launch went. not_served: the kernel does not do what is asked, or not on this card, for example

@@ -23,6 +23,11 @@ struct KeyBlocks {
   __device__ bool is_whole(int n_block) const { return n_block >= whole_begin && n_block < whole_end; }
 };
 
+// The blocks of queries that may see a tile of keys: `count` of them, from row `start` on.
+struct QueryBlocks {
+  int start, count;
+};
+
 // The keys [begin, end).
 struct KeyRange {
   int begin, end;
@@ -102,6 +107,15 @@ struct Mask {
     return blocks;
   }
 
+  // The blocks of kBlockM queries that see some of the keys [key, key + keys).
+  template <int kBlockM>
+  __device__ QueryBlocks query_blocks(int key, int keys) const {
+    const int end = min(key + keys, kv_length);
+    const int first = first_query(key), last = end <= key ? -1 : last_query(end - 1);
+    const int start = first / kBlockM * kBlockM;
+    return {start, last < first ? 0 : (last - start) / kBlockM + 1};
+  }
+
   // The keys that every row of [row, row + rows) sees.
   __device__ KeyRange seen_by_all(int row, int rows) const {
     if (row + rows > q_length) return {0, 0};
@@ -121,9 +135,6 @@ struct Mask {
   }
 
  private:
-  // Beyond every position (the handlers keep those below 2^29); a position plus kFar does not overflow.
-  static constexpr int kFar = 1 << 30;
-
   __device__ static int clamp(int value, int low, int high) { return max(low, min(value, high)); }
   __device__ static int saturate(int64_t value) {
     return static_cast<int>(max(int64_t{-kFar}, min(value, int64_t{kFar})));

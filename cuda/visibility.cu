@@ -223,7 +223,7 @@ constexpr int kListThreads = 256;
 __global__ void __launch_bounds__(kListThreads)
     list_kernel(const __grid_constant__ AttentionParams params, ListShape shape) {
   const VisibilityWorkspace& visible = params.visible;
-  constexpr int kBlock = kVisibilityBlock, kMaxUnitBlocks = 2;
+  constexpr int kBlock = kVisibilityBlock;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
   const int m_blocks = (seqlen_q + kBlock - 1) / kBlock, n_blocks = (seqlen_kv + kBlock - 1) / kBlock;
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(kListThreads)
                           part_start < (shape.of_queries ? seqlen_q : seqlen_kv);
       bool is_visible = false, is_whole = true;
 #pragma unroll
-      for (int i = 0; i < kMaxUnitBlocks; ++i) {
+      for (int i = 0; i < ListEntry::kMaxUnitBlocks; ++i) {
         const int block_start = start + i * kBlock;
         const int m = (shape.of_queries ? part_start : block_start) / kBlock;
         const int n = (shape.of_queries ? block_start : part_start) / kBlock;

@@ -33,6 +33,7 @@ struct ListShape {
 // means that mask and segments hide no pair.
 struct ListEntry {
   static constexpr int kMaxParts = 4, kPartBits = 1 + 2 * kMaxParts;  // the rest is the block's number
+  static constexpr int kMaxUnitBlocks = 2;                            // of 64 rows, in a listed block
   uint32_t bits;
 
   __host__ __device__ static constexpr uint32_t make(int unit, bool is_whole) {
@@ -76,7 +77,8 @@ struct BlockList {
   static constexpr int kUnit = std::max<int>(kBlock, kVisibilityBlock), kBlocksInUnit = kUnit / kBlock;
   static_assert(!kMayBeListed ||
                 (kListTile % kVisibilityBlock == 0 && kListTile / kVisibilityBlock <= ListEntry::kMaxParts &&
-                 kUnit % kVisibilityBlock == 0 && kUnit % kBlock == 0));
+                 kUnit % kVisibilityBlock == 0 && kUnit % kBlock == 0 &&
+                 kUnit / kVisibilityBlock <= ListEntry::kMaxUnitBlocks));
   __host__ __device__ static constexpr ListShape shape() { return {kOfQueries, kListTile, kUnit}; }
 
   const uint32_t* entries;  // null: all blocks from `first` on

@@ -64,7 +64,7 @@ def flash_attention(
       key: array of query's dtype, [B, S, K, H]; with `page_indices`, [pages, keys of a page, K, H].
       value: array of query's dtype, [B, S, K, Hv]; with `page_indices`, [pages, keys of a page, K, Hv].
       bias: array of any of the dtypes above, broadcastable to [B, N, T, S], added to the scaled logits; or
-        :class:`Alibi`. Not expanded. Differentiable, by a pass of its own.
+        :class:`Alibi`. Not expanded. Differentiable.
       mask: bool array, broadcastable to [B, N, T, S]; True where the key is visible. Not expanded; tiles that it
         hides are skipped.
       scale: finite number that multiplies the logits, 1 / sqrt(H) if None; or a scalar array, which may be traced

@@ -187,10 +187,15 @@ def check_segment_ids(
         )
     else:
         segment_ids = (segment_ids, segment_ids)
-    query_ids, key_ids = (_int32_array("segment_ids", ids) for ids in segment_ids)
-    for ids, seqlen in ((query_ids, seqlen_q), (key_ids, seqlen_kv)):
+    query_ids, key_ids = (
+        _int32_array(f"segment_ids of the {rows}", ids)
+        for rows, ids in zip(("queries", "keys"), segment_ids, strict=True)
+    )
+    for rows, ids, seqlen in (("queries", query_ids, seqlen_q), ("keys", key_ids, seqlen_kv)):
         if ids.shape != (*batch, seqlen):
-            raise ValueError(f"segment_ids must have shape {[*batch, seqlen]}, got {_shape(ids)}.")
+            raise ValueError(
+                f"segment_ids of the {rows} must have shape {[*batch, seqlen]}, got {_shape(ids)}."
+            )
     return query_ids, key_ids
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import jax
 import jaxlib
@@ -24,8 +25,14 @@ except ImportError as error:
 _CUDA_PLATFORM = "CUDA"
 
 
-def build_info() -> dict:
-    """What the native library was built with: XLA FFI and jaxlib version, CUDA compiler, architectures, kernels."""
+def build_info() -> dict[str, Any]:
+    """What the native library was built with.
+
+    Returns:
+      "version" of jax_flash; "ffi_version" of XLA's FFI; "jaxlib", the version whose headers were used; "cuda" and
+      "nvcc", versions that are empty without CUDA; "archs", the compute capabilities with machine code; "kernels", the
+      names of the CUDA kernels.
+    """
     return _library.build_info()
 
 

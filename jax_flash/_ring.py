@@ -196,6 +196,9 @@ def to_zigzag(x: ArrayLike, num_devices: int, axis: int = 1) -> jax.Array:
       num_devices: n, the size of the mesh axis over which the sequence is sharded.
       axis: the axis of the sequence, of a length that is a multiple of 2 n.
 
+    Returns:
+      An array of the shape and dtype of x.
+
     Raises:
       TypeError: an argument has the wrong type.
       ValueError: num_devices is below 1, x has no such axis, or its length is not a multiple of 2 n.
@@ -204,7 +207,7 @@ def to_zigzag(x: ArrayLike, num_devices: int, axis: int = 1) -> jax.Array:
 
 
 def from_zigzag(x: ArrayLike, num_devices: int, axis: int = 1) -> jax.Array:
-    """The inverse of :func:`to_zigzag`, with the same arguments."""
+    """The inverse of :func:`to_zigzag`, with the same arguments and errors."""
     return _from_zigzag(*_check_sequence(x, num_devices, axis))
 
 

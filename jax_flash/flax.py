@@ -42,6 +42,7 @@ def attention_fn(
     forward_mode: bool = False,
     axis_name: str | tuple[str, ...] | None = None,
     layout: Literal["contiguous", "zigzag"] = "contiguous",
+    implementation: Literal["xla"] | None = None,
 ) -> jax.Array:
     """The `attention_fn` of `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`.
 
@@ -87,14 +88,16 @@ def attention_fn(
       axis_name: the mesh axis over which the sequence is sharded; None: the device has all of it. With an axis, T
         and S above are the lengths on a device, but a mask and a bias have the device's rows and all keys.
       layout: as in `ring_attention`; without effect if axis_name is None.
+      implementation: as in `flash_attention`.
 
     Returns:
       [..., T, N, Hv].
 
     Raises:
-      NotImplementedError: an argument that is not supported was given.
+      NotImplementedError: an argument that is not supported was given; or as for `flash_attention`.
       TypeError: as for `flash_attention`.
-      ValueError: as for `flash_attention`, with axis_name as for `ring_attention`; also `is_causal` in decoding.
+      ValueError: as for `flash_attention`, with axis_name as for `ring_attention`; also `is_causal` or an `Alibi` in
+        decoding.
     """
     refusals = {
         "module": "the attention weights are never materialized, so sow_weights cannot record them",
@@ -127,11 +130,17 @@ def attention_fn(
     num_shards = 1 if axis_name is None else axis_size(axis_name)
     seqlen_kv = num_shards * key.shape[-3]
     scores = (*batch, num_heads, seqlen_q, seqlen_kv)
-    if is_causal and mask is not None and num_shards * seqlen_q == 1 < seqlen_kv:
-        raise ValueError(
-            f"is_causal must be False in decoding, got True for one query and {seqlen_kv} keys: the query would "
-            "see only the first key. Flax's mask of the cache suffices."
-        )
+    if mask is not None and num_shards * seqlen_q == 1 < seqlen_kv:  # decoding: flax masks the cache
+        if is_causal:
+            raise ValueError(
+                f"is_causal must be False in decoding, got True for one query and {seqlen_kv} keys: the query "
+                "would see only the first key. Flax's mask of the cache suffices."
+            )
+        if isinstance(bias, Alibi):
+            raise ValueError(
+                f"bias must not be Alibi in decoding, got it for one query and {seqlen_kv} keys: distances would "
+                "be those from position 0. Call flash_attention with query_offset."
+            )
     if bias is not None and not isinstance(bias, Alibi):
         bias = _fold_batch("bias", as_array("bias", bias), scores)
     if mask is not None:
@@ -153,6 +162,7 @@ def attention_fn(
         dropout_rng=dropout_rng,
         precision=precision,
         forward_mode=forward_mode,
+        implementation=implementation,
     )
     return out.reshape(*batch, seqlen_q, num_heads, out.shape[-1])
 

@@ -686,9 +686,13 @@ def test_a_batch_beyond_whole_rounds_of_thread_blocks(platform):
     """Thread blocks take the first sequences whole, and parts of the others. The bits are the same."""
     if platform == "cpu":
         pytest.skip("of CUDA kernels")
-    batch, keys = 37, 2100  # 296 tiles, where 132 multiprocessors have 264 in a round
-    q = random(batch, 1, 8, 64, dtype=DTYPES["bfloat16"])
-    k, v = (random(batch, keys, 8, 64, seed=seed, dtype=DTYPES["bfloat16"]) for seed in (1, 2))
+    heads, keys = 8, 2100
+    round_tiles = 2 * getattr(
+        jax.devices(platform)[0], "core_count", 132
+    )  # two blocks for each multiprocessor
+    batch = -(-round_tiles // heads) + 4
+    q = random(batch, 1, heads, 128, dtype=DTYPES["bfloat16"])
+    k, v = (random(batch, keys, heads, 128, seed=seed, dtype=DTYPES["bfloat16"]) for seed in (1, 2))
     lengths = keys - np.arange(batch, dtype=np.int32)
     attention = functools.partial(jax_flash.flash_attention, return_residual=True)
     results = []

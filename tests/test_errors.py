@@ -155,13 +155,15 @@ CALLS = {
     ),
     "segments of one for T != S": (dict(segment_ids=i32(2, 4)), ValueError, "segment_ids", "pair", "4"),
     "float segments": (dict(segment_ids=(f32(2, 4), f32(2, 5))), TypeError, "segment_ids", "int32", "float32"),
-    "segments of rank 1": (dict(segment_ids=(i32(2), i32(2))), ValueError, "segment_ids", "[2, 4]", "[2]"),
+    "segments of rank 1": (
+        dict(segment_ids=(i32(2), i32(2))), ValueError, "segment_ids of the queries", "[2, 4]", "[2]",
+    ),
     "segments beyond int32": (
         dict(segment_ids=(i32(2, 4), np.full((2, 5), 2**32))), ValueError, "segment_ids", "int32", "4294967296",
     ),
     "segments of three": (dict(segment_ids=(i32(2, 4),) * 3), ValueError, "segment_ids", "pair", "3"),
     "segments of another batch": (
-        dict(segment_ids=(i32(2, 4), i32(1, 5))), ValueError, "segment_ids", "[2, 5]", "[1, 5]",
+        dict(segment_ids=(i32(2, 4), i32(1, 5))), ValueError, "segment_ids of the keys", "[2, 5]", "[1, 5]",
     ),
     # Pages
     "float page indices": (PAGED | dict(page_indices=f32(2, 4)), TypeError, "page_indices", "int32", "float32"),

@@ -183,11 +183,31 @@ def test_linen_decoding(mask, platform):
     assert_trees_close(got, linen_results(linen_layer(), X, mask=causal)[0][1])
 
 
-def test_linen_decoding_refuses_is_causal(platform):
-    layer = linen_layer(functools.partial(attention_fn, is_causal=True), decode=True)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(is_causal=True), r"is_causal .*decoding"),
+        (
+            dict(bias=jax_flash.Alibi(np.ones(4, np.float32))),
+            r"bias must not be Alibi in decoding.*one query",
+        ),
+    ],
+    ids=["causal", "alibi"],
+)
+def test_linen_decoding_refuses_what_counts_from_position_0(options, message, platform):
+    layer = linen_layer(functools.partial(attention_fn, **options), decode=True)
     variables = linen_layer(decode=True).init(jax.random.key(0), X)
-    with pytest.raises(ValueError, match=r"is_causal .*decoding"):
+    with pytest.raises(ValueError, match=message):
         layer.apply(variables, X[:, :1], mutable=["cache"])
+
+
+def test_linen_in_plain_jax():
+    """The argument that errors of unsupported calls advise. Only plain JAX has third derivatives."""
+    layer = linen_layer(functools.partial(attention_fn, implementation="xla"))
+    variables = linen_layer().init(jax.random.key(0), X)
+    assert_trees_close(layer.apply(variables, X), linen_layer().apply(variables, X))
+    third = jax.grad(jax.grad(jax.grad(lambda t: layer.apply(variables, t * X).sum())))
+    assert np.isfinite(third(1.0))
 
 
 def test_linen_dropout(platform):

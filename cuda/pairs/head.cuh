@@ -37,7 +37,6 @@ struct PairHead {
     index = batch * static_cast<int>(params.num_heads) + head;
     if (params.scale_factor) scale_factor = static_cast<const Number*>(params.scale_factor)[batch];
     if (!params.alibi_slopes) return;
-    constexpr int kFar = 1 << 30;  // beyond every position, and far from overflow
     slope = -static_cast<const Number*>(params.alibi_slopes)[index];
     if (params.query_offset) query_offset = max(-kFar, min(params.query_offset[batch], kFar));
   }

@@ -27,6 +27,10 @@ __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t
                : "memory");
 }
 
+// For so long the hardware may suspend a waiting thread before it asks again; a phase that completes wakes
+// it.
+inline constexpr uint32_t kSuspendNanoseconds = 10'000'000;
+
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -35,7 +39,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n"
       "@!done bra wait_%=;\n"
       "}" ::"r"(barrier),
-      "r"(parity), "r"(10'000'000)
+      "r"(parity), "r"(kSuspendNanoseconds)
       : "memory");
 }
 

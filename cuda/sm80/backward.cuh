@@ -74,19 +74,19 @@ class QueryWalk {
   int blocks = 0;     // left, including the current one
 
   __device__ __forceinline__ QueryWalk(const BackwardParams& params, int batch, int n_start, int first_head,
-                                       int group, int m_begin, int m_blocks)
+                                       int group, const QueryBlocks& seen_by)
       : params_(params),
         batch_(batch),
         n_start_(n_start),
-        first_(m_begin / Config::kBlockM),
-        m_blocks_(m_blocks),
+        first_(seen_by.start / Config::kBlockM),
+        m_blocks_(seen_by.count),
         queries_(of_head(first_head)) {
     head = first_head;
     if constexpr (Queries::kMayBeListed) {
 #pragma unroll 1
       for (int i = 0; i < group; ++i) blocks += of_head(first_head + i).count;
     } else {
-      blocks = m_blocks * group;
+      blocks = m_blocks_ * group;
     }
     seek();
   }
@@ -174,10 +174,7 @@ __device__ __forceinline__ void compute_key_tile(
   if (is_of_others<Arithmetic>(params, batch, kv_head)) return;
 
   const Mask mask(params, batch);
-  const int n_last = min(n_start + kBlockN, mask.kv_length) - 1;
-  const int last_query = n_last < n_start ? -1 : mask.last_query(n_last);
-  const int m_begin = mask.first_query(n_start) / kBlockM * kBlockM;
-  const int m_blocks = last_query < m_begin ? 0 : (last_query - m_begin) / kBlockM + 1;
+  const QueryBlocks seen_by = mask.query_blocks<kBlockM>(n_start, kBlockN);
 
   const int first_head = kv_head * group, head_dim = arguments.q.head_dim;
   const int64_t kv_row0 = int64_t{batch} * seqlen_kv, q_row0 = int64_t{batch} * seqlen_q;
@@ -192,7 +189,7 @@ __device__ __forceinline__ void compute_key_tile(
   const uint32_t stage_step = arguments.stages == 2 ? 2 * QTile::kBytes : 0;
 
   using Walk = QueryWalk<Config>;
-  Walk walk(params, batch, n_start, first_head, group, m_begin, m_blocks), to_load = walk;
+  Walk walk(params, batch, n_start, first_head, group, seen_by), to_load = walk;
   using KvLoader = TileLoader<kThreads, KvTile>;
   using QLoader = TileLoader<kThreads, QTile>;
   QLoader q_loader(arguments.q, q_row0, first_head);

@@ -6,6 +6,8 @@
 // q k^T, then for dout v^T. So one kernel serves every head dim.
 #pragma once
 
+#include <algorithm>
+
 #include "arithmetic.h"
 #include "bias_sums.cuh"
 #include "delta.cuh"

@@ -13,7 +13,7 @@
 // directions share is 2 of the 12.
 #pragma once
 
-#include <type_traits>
+#include <algorithm>
 
 #include "arithmetic.h"
 #include "delta.cuh"
@@ -290,11 +290,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int group = num_heads / num_kv_heads, first_head = kv_head * group;
 
   const Mask mask(params, batch);
-  const int n_last = min(n_start + kBlockN, mask.kv_length) - 1;
-  const int last_query = n_last < n_start ? -1 : mask.last_query(n_last);
-  const int m_begin = mask.first_query(n_start) / kBlockM * kBlockM;
-  const int m_blocks = last_query < m_begin ? 0 : (last_query - m_begin) / kBlockM + 1;
-  QueryWalk<Config> walk(params, batch, n_start, first_head, group, m_begin, m_blocks);
+  QueryWalk<Config> walk(params, batch, n_start, first_head, group,
+                         mask.query_blocks<kBlockM>(n_start, kBlockN));
 
   extern __shared__ __align__(128) uint8_t shared[];
   const KeyTiles keys(ptx::shared_address(shared));     // [4, kBlockN, kHeadDim]: k, v, tk, tv
@@ -413,10 +410,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int kv_head = head / (num_heads / static_cast<int>(params.num_kv_heads));
 
   const Mask mask(params, batch);
-  const int m_last = min(m_start + kBlockM, mask.q_length) - 1;
-  const int n_begin = m_last < m_start ? 0 : mask.first_key(m_start) / kBlockN;
-  const int n_end = m_last < m_start ? 0 : (mask.last_key(m_last) + kBlockN) / kBlockN;
-  const typename Config::Keys keys(params, batch, head, m_start, n_begin, n_end);
+  const KeyBlocks seen = mask.key_blocks<kBlockN>(m_start, kBlockM);
+  const typename Config::Keys keys(params, batch, head, m_start, seen.begin, seen.end);
   const QueryPairs<Sum> pairs{params, arguments.pairs, batch, head};
 
   extern __shared__ __align__(128) uint8_t shared[];

@@ -9,9 +9,9 @@
 // of each part, through the buffer that was read last, while keys of the next part are on their way.
 //
 // What a thread block takes depends on the batch: a part of a tile's keys; in a large one a group of
-// neighboring parts, which it merges; or a whole tile, as long as tiles fill rounds of two for each
-// multiprocessor and sequences are about equally long. What it leaves in workspace is merged by a second
-// kernel (key_parts.cuh).
+// neighboring parts, which it merges; or a whole tile. Whole tiles come in full rounds of thread blocks, and
+// only if sequences are about equally long; the tiles beyond are taken in groups or parts. What a block
+// leaves in workspace is merged by a second kernel (key_parts.cuh).
 //
 // How many parts there are, and in which order they are merged, depends on the shapes of a sequence, and not
 // on the batch or the number of key heads: so a sequence has the same bits alone and in a batch, on one
@@ -20,7 +20,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "arithmetic.h"
 #include "group_rows.cuh"
@@ -53,7 +52,7 @@ struct DecodeArguments {
   int group_parts;   // neighboring parts that are merged first
   int unit_parts;    // parts of a unit, which a block takes: a group, or one
   int num_units;     // of a tile; 1: a block takes a tile
-  int whole_tiles;   // the first of these, where sequences are about equally long, are taken whole, too
+  int whole_tiles;   // so many tiles, the first ones, are taken whole if sequences are about equally long
 };
 
 // ---- Merging rows in shared memory ----
@@ -126,7 +125,11 @@ struct DecodeConfig {
   // so that three thread blocks fit into the 228 KB of a multiprocessor, of which the system takes 1 KB for
   // each. Between groups it keeps those before behind that.
   static constexpr bool kMayHaveGroups = !kManyRows;
-  static constexpr bool kMayTakeTiles = kMayHaveGroups && !kPolicy.may_have_mask();
+  static constexpr int kKeptBytes = kSharedBytes + 2 * kHalfBytes;
+  // Not where three blocks fit all the same: 64 sequences of 8,192 keys of 64 took 7 % longer, since 512
+  // tiles are 1.3 rounds.
+  static constexpr bool kMayTakeTiles =
+      kMayHaveGroups && !kPolicy.may_have_mask() && 3 * (kKeptBytes + 1024) > 228 * 1024;
   static constexpr int kGroupRows = 8, kGroupBlocks = 1024 / kBlockN;
   static_assert(kGroupBlocks <= kMaxPartBlocks);
   static constexpr int kBlocksPerSm =
@@ -223,7 +226,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const int first_unit = index / num_tiles;
   bool takes_tile = arguments.num_units == 1;
   if (Config::kMayTakeTiles && tile < arguments.whole_tiles && are_equally_long<kBlockN>(params)) {
-    if (first_unit > 0) return;
+    if (first_unit > 0) return;  // unit 0 takes them all, and the second kernel skips these rows
     takes_tile = true;
   }
   const GroupRows rows(params);
@@ -465,8 +468,9 @@ inline int64_t number_of_rows(const ForwardParams& params) {
 // Each block of a call looks at the lengths of all sequences, up to so many.
 inline constexpr int64_t kMostCompared = 256;
 
-// The first of equally long tiles, which fill rounds of two on each multiprocessor. The others leave the last
-// round partly idle, unless they nearly fill it: in units, they end together.
+// Of equally long tiles, the first that are taken whole: those of full rounds of two for each multiprocessor,
+// and of a last round that is at least 0.8 full. In an emptier one multiprocessors would idle for the time of
+// a tile; in units, its tiles end together. Less than a round gains nothing where lengths differ.
 inline int64_t tiles_of_rounds(int64_t tiles, int64_t multiprocessors) {
   const int64_t round = 2 * multiprocessors, last = tiles % round;
   if (tiles < round) return 0;
@@ -497,20 +501,20 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
         std::clamp<int64_t>(Config::kGroupBlocks / part_blocks, 1, std::min(num_parts, kGroupParts));
     if (ceil_div(num_parts, group_parts) > CombineConfigOf<Config::kHeadDim>::kTeams) group_parts = 1;
   }
-  const auto is_chosen = [&](bool is_faster) {
-    return context.forced_tile < 0 ? is_faster : context.forced_tile == 1;
-  };
   const int64_t groups = ceil_div(num_parts, group_parts) * tiles;
-  const bool takes_groups = group_parts > 1 && is_chosen(4 * groups >= 3 * context.multiprocessors);
+  const bool is_forced = context.forced_tile >= 0;
+  const bool are_many = is_forced ? context.forced_tile == 1 : 4 * groups >= 3 * context.multiprocessors;
+  const bool takes_groups = group_parts > 1 && are_many;
   const int64_t unit_parts = takes_groups ? group_parts : 1, num_units = ceil_div(num_parts, unit_parts);
   // As the second kernel merges them.
   if (group_parts == 1) group_parts = combine_run<Config::kHeadDim>(num_parts);
-  const int kept_bytes = Config::kSharedBytes + 2 * Config::kHalfBytes;
   const bool may_take_tiles = may_merge && Config::kMayTakeTiles && num_units > 1 &&
-                              kept_bytes <= context.shared_memory_per_block && params.batch <= kMostCompared;
-  const int64_t first_tiles =
-      context.forced_tile < 0 ? tiles_of_rounds(tiles, context.multiprocessors) : tiles;
-  const int64_t whole_tiles = may_take_tiles && is_chosen(true) ? first_tiles : 0;
+                              Config::kKeptBytes <= context.shared_memory_per_block &&
+                              params.batch <= kMostCompared;
+  int64_t whole_tiles = 0;
+  if (may_take_tiles) {
+    whole_tiles = is_forced ? context.forced_tile * tiles : tiles_of_rounds(tiles, context.multiprocessors);
+  }
 
   const DecodeArguments arguments{params,
                                   LogitScale(params),
@@ -524,7 +528,7 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
                                   static_cast<int>(num_units),
                                   static_cast<int>(whole_tiles)};
   const Status status = launch(decode_kernel<Config>, num_units * tiles, Config::kThreads,
-                               whole_tiles > 0  ? kept_bytes
+                               whole_tiles > 0  ? Config::kKeptBytes
                                : unit_parts > 1 ? Config::kSharedBytes + Config::kHalfBytes
                                                 : Config::kSharedBytes,
                                context, arguments);

@@ -91,10 +91,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   }
 
   const Mask mask(params, batch);
-  const int m_last = min(m_start + kBlockM, mask.q_length) - 1;
-  const int n_begin = m_last < m_start ? 0 : mask.first_key(m_start) / kBlockN;
-  const int n_end = m_last < m_start ? 0 : (mask.last_key(m_last) + kBlockN) / kBlockN;
-  const typename Config::Keys keys(params, batch, head, m_start, n_begin, n_end);
+  const KeyBlocks seen = mask.key_blocks<kBlockN>(m_start, kBlockM);
+  const typename Config::Keys keys(params, batch, head, m_start, seen.begin, seen.end);
   const QueryPairs<Sum> pairs{params, arguments.pairs, batch, head};
 
   extern __shared__ __align__(128) uint8_t shared[];

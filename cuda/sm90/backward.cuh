@@ -384,11 +384,8 @@ struct BackwardTileWork {
   __device__ __forceinline__ BackwardTileWork(const BackwardParams& params, int n_start, int part, int batch)
       : n_start(n_start), part(part), batch(batch), mask(params, batch) {
     const int num_parts = static_cast<int>(params.num_head_parts);
-    const int n_last = min(n_start + Config::kBlockN, mask.kv_length) - 1;
-    const int first_query = mask.first_query(n_start);
-    const int last_query = n_last < n_start ? -1 : mask.last_query(n_last);
-    m_begin = first_query / Config::kBlockM * Config::kBlockM;
-    m_blocks = last_query < first_query ? 0 : (last_query - m_begin) / Config::kBlockM + 1;
+    const QueryBlocks seen_by = mask.query_blocks<Config::kBlockM>(n_start, Config::kBlockN);
+    m_begin = seen_by.start, m_blocks = seen_by.count;
     const int part_heads = static_cast<int>(params.num_heads) / num_parts;
     all_blocks = m_blocks * part_heads;
     if constexpr (Config::Queries::kMayBeListed) {

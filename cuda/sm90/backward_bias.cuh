@@ -45,7 +45,6 @@
 
 #include <cuda.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>

@@ -44,6 +44,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "accumulator.cuh"
 #include "arithmetic.h"

@@ -52,7 +52,6 @@
 
 #include <cuda.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
@@ -155,10 +154,8 @@ struct FineBackwardTile {
         kv_head(index / num_n_blocks(params) % static_cast<int>(params.num_kv_heads)),
         batch(index / num_n_blocks(params) / static_cast<int>(params.num_kv_heads)),
         mask(params, batch) {
-    const int n_last = min(n_start + Config::kBlockN, mask.kv_length) - 1;
-    const int last_query = n_last < n_start ? -1 : mask.last_query(n_last);
-    m_begin = mask.first_query(n_start) / Config::kBlockM * Config::kBlockM;
-    m_blocks = last_query < m_begin ? 0 : (last_query - m_begin) / Config::kBlockM + 1;
+    const QueryBlocks seen_by = mask.query_blocks<Config::kBlockM>(n_start, Config::kBlockN);
+    m_begin = seen_by.start, m_blocks = seen_by.count;
   }
 
   __host__ __device__ static int num_n_blocks(const BackwardParams& params) {
@@ -168,7 +165,7 @@ struct FineBackwardTile {
   // Calls f(head, m_start) for each block of queries.
   template <class F>
   __device__ __forceinline__ void for_each_block(const BackwardParams& params, const F& f) const {
-    const int group = static_cast<int>(params.num_heads / params.num_kv_heads);
+    const int group = static_cast<int>(params.num_heads) / static_cast<int>(params.num_kv_heads);
 #pragma unroll 1
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
 #pragma unroll 1

@@ -67,6 +67,7 @@
 #include <cmath>
 #include <cstdint>
 #include <numeric>
+#include <type_traits>
 
 #include "accumulator.cuh"
 #include "arithmetic.h"
@@ -90,6 +91,7 @@
 #include "sm90/ring.cuh"
 #include "sm90/schedule.cuh"
 #include "sm90/tensor_map.h"
+#include "sm90/tile_loader.cuh"
 #include "softmax.cuh"
 #include "tiles.h"
 #include "visibility.cuh"
@@ -379,17 +381,8 @@ struct ForwardLoader {
     if (loads_by_warp() || ptx::elect_one()) load(ring.stage, shared.v_tail(), find_box(row));
     ptx::barrier_wait(shared.v_tail(), tail_parity);
     tail_parity ^= 1;
-    const uint32_t zeros[4] = {0, 0, 0, 0};
-    constexpr int kPieces = Config::kRowBytes / 16;  // of a row
-#pragma unroll 1
-    for (int i = rows * kPieces + lane_id(); i < kBlockN * kPieces; i += 32) {
-#pragma unroll 1
-      for (int chunk = 0; chunk < Config::kNumPlanes * Config::kChunks; ++chunk) {
-        ptx::store_shared_x4(sKv(ring.stage) + chunk * Config::kKvChunkBytes + i * 16, zeros);
-      }
-    }
-    ptx::async_proxy_fence();
-    __syncwarp();
+    static_assert(Config::kKvChunkBytes == kBlockN * Config::kRowBytes);
+    clear_tail<Config::kNumPlanes * Config::kChunks, kBlockN, Config::kRowBytes>(sKv(ring.stage), rows);
     if (ptx::elect_one()) ptx::barrier_arrive(ring.full());
     ring.advance();
   }

@@ -13,6 +13,22 @@
 
 namespace jax_flash::cuda::sm90 {
 
+// Overwrites rows from `first` on of a tile that TMA has written with zeros, for products to read. By a warp.
+template <int kChunks, int kRows, int kRowBytes>
+__device__ __forceinline__ void clear_tail(uint32_t tile, int first) {
+  const uint32_t zeros[4] = {0, 0, 0, 0};
+  constexpr int kPieces = kRowBytes / 16;  // of a row
+#pragma unroll 1
+  for (int i = first * kPieces + lane_id(); i < kRows * kPieces; i += 32) {
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      ptx::store_shared_x4(tile + chunk * kRows * kRowBytes + i * 16, zeros);
+    }
+  }
+  ptx::async_proxy_fence();
+  __syncwarp();
+}
+
 // Loads swizzled tiles, kChunks chunks with rows of kRowBytes, of one sequence of a tensor; the first begins
 // at first_column, each other one kColumns after the one before. Only the first `length` of `seqlen` rows
 // count. The others may be NaN, and 0 * NaN is NaN: in a tile they become zeros, so that p = 0 is enough to
@@ -53,17 +69,7 @@ struct TileLoader {
     if (ptx::elect_one()) load_whole<kRows>(tile, tail_barrier, head, row);
     ptx::barrier_wait(tail_barrier, tail_parity);
     tail_parity ^= 1;
-    const uint32_t zeros[4] = {0, 0, 0, 0};
-    constexpr int kPieces = kRowBytes / 16;  // of a row
-#pragma unroll 1
-    for (int i = max(length - row, 0) * kPieces + lane_id(); i < kRows * kPieces; i += 32) {
-#pragma unroll 1
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        ptx::store_shared_x4(tile + chunk * kRows * kRowBytes + i * 16, zeros);
-      }
-    }
-    ptx::async_proxy_fence();
-    __syncwarp();
+    clear_tail<kChunks, kRows, kRowBytes>(tile, max(length - row, 0));
     if (ptx::elect_one()) ptx::barrier_arrive(full);
   }
 };
