@@ -23,7 +23,7 @@ struct KeyBlocks {
   __device__ bool is_whole(int n_block) const { return n_block >= whole_begin && n_block < whole_end; }
 };
 
-// The blocks of queries that may see a tile of keys: `count` of them, from row `start` on.
+// The blocks of queries that see a tile of keys: `count` of them, from row `start` on.
 struct QueryBlocks {
   int start, count;
 };

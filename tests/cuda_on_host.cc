@@ -42,6 +42,7 @@ using jax_flash::cuda::GroupMask;
 using jax_flash::cuda::GroupRows;
 using jax_flash::cuda::KeyBlocks;
 using jax_flash::cuda::Mask;
+using jax_flash::cuda::QueryBlocks;
 
 constexpr int kBlock = 4;
 
@@ -104,6 +105,19 @@ void check_mask(const Case& one) {
   if (jax_flash::cuda::is_full(one.params)) EXPECT(one.count(0, T, 0, S) == T * S, "%d, %d", T, S);
   if (jax_flash::cuda::is_triangle(one.params)) EXPECT(T == S && most == S && one.sees(0, 0), "%d, %d", T, S);
 
+  for (int key = 0; key < S; key += 3) {
+    for (int keys : {1, 3, 8}) {
+      const QueryBlocks blocks = mask.query_blocks<kBlock>(key, keys);
+      int begin = 0, end = 0;  // of the blocks with a visible pair
+      for (int block = 0; block * kBlock < T; ++block) {
+        if (!one.count(block * kBlock, kBlock, key, keys)) continue;
+        if (end == 0) begin = block;
+        end = block + 1;
+      }
+      EXPECT(blocks.count == end - begin, "keys %d + %d", key, keys);
+      if (end > 0) EXPECT(blocks.start == begin * kBlock, "keys %d + %d", key, keys);
+    }
+  }
   for (int row = 0; row < T; row += 3) {
     for (int rows : {1, 3, 8}) {
       const KeyBlocks blocks = mask.key_blocks<kBlock>(row, rows);

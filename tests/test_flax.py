@@ -202,7 +202,7 @@ def test_linen_decoding_refuses_what_counts_from_position_0(options, message, pl
 
 
 def test_linen_in_plain_jax():
-    """The argument that errors of unsupported calls advise. Only plain JAX has third derivatives."""
+    """implementation="xla", which errors of unsupported calls advise: it has third derivatives."""
     layer = linen_layer(functools.partial(attention_fn, implementation="xla"))
     variables = linen_layer().init(jax.random.key(0), X)
     assert_trees_close(layer.apply(variables, X), linen_layer().apply(variables, X))
