@@ -108,9 +108,13 @@ def static_bool(name: str, value: Any) -> bool:
 
 def static_int(name: str, value: Any) -> int:
     _refuse_traced(name, value, "int")
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    if not _is_int(value):
         raise TypeError(f"{name} must be an int, got {describe(value)}.")
     return int(value)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def static_float(name: str, value: Any) -> float:
@@ -155,7 +159,14 @@ def _window(window: Any) -> tuple[int, int]:
         raise ValueError(
             f"local_window_size must be an int or a pair (left, right), got {len(parts)} parts: {window!r}."
         )
-    if any(part is not None and static_int("local_window_size", part) < 0 for part in parts):
+    for part in parts:
+        _refuse_traced("local_window_size", part, "int")
+        if part is not None and not _is_int(part):
+            raise TypeError(
+                "local_window_size must be an int or a pair (left, right) of ints or None, got "
+                f"{describe(window)}."
+            )
+    if any(part is not None and part < 0 for part in parts):
         raise ValueError(f"local_window_size must have parts >= 0 (None means no limit), got {window!r}.")
     left, right = (
         -1 if part is None or part >= _NO_WINDOW else min(int(part), _WIDEST_WINDOW) for part in parts

@@ -110,6 +110,7 @@ CALLS = {
     ),
     "window is a float": (dict(local_window_size=2.0), TypeError, "local_window_size", "int", "2.0"),
     "window is a string": (dict(local_window_size="ab"), TypeError, "local_window_size", "int", "'ab'"),
+    "window is an array": (dict(local_window_size=i32(2)), TypeError, "local_window_size", "pair", "(2,)"),
     "window of bools": (dict(local_window_size=(True, 1)), TypeError, "local_window_size", "int", "True"),
     "cap 0": (dict(logits_soft_cap=0.0), ValueError, "logits_soft_cap", "> 0", "0.0"),
     "cap negative": (dict(logits_soft_cap=-5), ValueError, "logits_soft_cap", "> 0", "-5"),
