@@ -17,7 +17,7 @@ from ._options import AttentionOptions
 Arrays = dict[str, jax.Array]
 
 # The kernel leaves out what these hide.
-_HIDING = ("query_seq_lengths", "key_value_seq_lengths")
+_LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
 # With a causal mask, rows are summed in at most so many blocks, of at least so many rows. Each block is summed over the
 # keys that its last row sees.
 _ROW_BLOCKS, _MIN_ROWS = 8, 128
@@ -50,7 +50,7 @@ def _sum_of_rows(
     """The sums of uint16 [B, N, rows, keys]: of rows from `first` on and the first keys."""
     ds = jax.lax.bitcast_convert_type(ds, arrays["q"].dtype)
     num_batches, num_heads, num_rows, num_keys = ds.shape
-    if max(options.reach) >= 0 or not arrays.keys().isdisjoint(_HIDING):
+    if max(options.reach) >= 0 or not arrays.keys().isdisjoint(_LENGTHS):
         rows = jnp.arange(first, first + num_rows, dtype=jnp.int32)
         columns = jnp.arange(num_keys, dtype=jnp.int32)
         ds = jnp.where(_reference.visible_pairs(rows[:, None], columns, arrays, options), ds, 0)

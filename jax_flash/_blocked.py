@@ -23,7 +23,7 @@ Arrays = dict[str, jax.Array]
 
 _SCORES = 2**22  # of one block, for all batch elements, heads and directions
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 512
-_PAIR_OPERANDS = tuple(operand.name for operand in OPERANDS if operand.is_broadcastable)
+_BROADCAST_OPERANDS = tuple(operand.name for operand in OPERANDS if operand.is_broadcastable)
 _FAR = 2**29  # no sequence is longer
 
 
@@ -147,7 +147,7 @@ class _Block:
     @functools.cached_property
     def _operands(self) -> Arrays:
         """The arrays, with those of pairs cut to this block."""
-        named = {name: self.pairs(name) for name in _PAIR_OPERANDS if name in self.arrays}
+        named = {name: self.pairs(name) for name in _BROADCAST_OPERANDS if name in self.arrays}
         if "query_segment_ids" in self.arrays:
             parts = {"query_segment_ids": self.row[:, 0], "key_value_segment_ids": self.column}
             named |= {

@@ -363,14 +363,14 @@ def check_per_head(name: str, x: Any, num_heads: int) -> jax.Array:
     return x
 
 
-def is_broadcastable(shape: tuple[int, ...], scores: tuple[int, ...]) -> bool:
+def broadcasts_to(shape: tuple[int, ...], scores: tuple[int, ...]) -> bool:
     # Axis by axis: sizes may be symbolic.
     axes = zip(reversed(shape), reversed(scores), strict=False)
     return len(shape) <= len(scores) and all(size in (1, full) for size, full in axes)
 
 
 def _check_broadcastable(name: str, x: jax.Array, scores: tuple[int, ...]) -> None:
-    if not is_broadcastable(x.shape, scores):
+    if not broadcasts_to(x.shape, scores):
         letters = "[B, N, T, S]" if len(scores) == 4 else "[N, T, S]"
         raise ValueError(f"{name} must be broadcastable to {letters} = {list(scores)}, got {_shape(x)}.")
 

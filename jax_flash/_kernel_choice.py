@@ -20,7 +20,7 @@ _MOST_DS_BYTES = 4 << 30
 _MOST_DS_OF_A_SUM = 8
 
 # With these, Hopper's forward pass runs in its general form.
-_PAIR_OPERANDS = {"mask", "bias", "alibi_slopes", "query_segment_ids", "scale_factor"}
+_GENERAL_FORM_OPERANDS = {"mask", "bias", "alibi_slopes", "query_segment_ids", "scale_factor"}
 
 
 def num_planes(call: Pass, q, k, v, options: AttentionOptions) -> int:
@@ -78,7 +78,9 @@ def num_key_parts(
     if min(options.reach) >= 0:  # the first block of keys may begin before the first that a query sees
         keys = min(keys, sum(options.reach) + seqlen_q + _library.constants()["kVisibilityBlock"])
     group, head_dim = num_heads // num_kv_heads, max(q.shape[-1], v.shape[-1])
-    is_general = options.logits_soft_cap > 0 or options.scale <= 0 or not _PAIR_OPERANDS.isdisjoint(operands)
+    is_general = (
+        options.logits_soft_cap > 0 or options.scale <= 0 or not _GENERAL_FORM_OPERANDS.isdisjoint(operands)
+    )
     in_tiles = q.dtype.itemsize == 2 and not is_general and _hopper_head_dim("forward", q, v) > 0
     in_tiles = in_tiles and (page_size is None or page_size % 8 == 0)
     if _is_decoding(q, k, v):

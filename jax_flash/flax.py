@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ._alibi import Alibi
 from ._attention import flash_attention
-from ._checks import as_array, is_broadcastable
+from ._checks import as_array, broadcasts_to
 from ._ring import axis_size, ring_attention
 
 
@@ -169,7 +169,7 @@ def attention_fn(
 
 def _fold_batch(name: str, x: jax.Array, scores: tuple[int, ...]) -> jax.Array:
     """An array that is broadcastable to [..., N, T, S], with at most one batch axis."""
-    if not is_broadcastable(x.shape, scores):
+    if not broadcasts_to(x.shape, scores):
         # Checked before it is folded: flash_attention could not name the shape as passed.
         raise ValueError(
             f"{name} must be broadcastable to [..., N, T, S] = {list(scores)}, got shape {list(x.shape)}."
