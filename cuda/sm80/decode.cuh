@@ -126,7 +126,7 @@ struct DecodeConfig {
   // each. Between groups it keeps those before behind that.
   static constexpr bool kMayHaveGroups = !kManyRows;
   static constexpr int kKeptBytes = kSharedBytes + 2 * kHalfBytes;
-  // Only where no more than two blocks fit then, as tiles_of_rounds assumes. Where three do, at head dim 64,
+  // Only where no more than two such blocks fit, as tiles_of_rounds assumes. Where three do, at head dim 64,
   // 64 sequences of 8,192 keys took 7 % longer: their 512 tiles are 1.3 rounds of three.
   static constexpr bool kMayTakeTiles =
       kMayHaveGroups && !kPolicy.may_have_mask() && 3 * (kKeptBytes + 1024) > 228 * 1024;
@@ -470,8 +470,8 @@ inline constexpr int64_t kMostCompared = 256;
 
 // Of equally long tiles, the first that are taken whole: those of full rounds of two for each multiprocessor,
 // and of a last round that is at least 0.8 full. In an emptier one multiprocessors would idle for the time of
-// a tile; in units, its tiles end together. Less than a round is taken in units:
-// equally long sequences would gain, but others would lose as much, since fewer blocks fit beside each other.
+// a tile; in units, its tiles end together. Less than a round is taken in units: equally long sequences would
+// gain, but others would lose as much, since fewer blocks fit beside each other.
 inline int64_t tiles_of_rounds(int64_t tiles, int64_t multiprocessors) {
   const int64_t round = 2 * multiprocessors, last = tiles % round;
   if (tiles < round) return 0;
