@@ -187,16 +187,18 @@ def check_segment_ids(
         )
     else:
         segment_ids = (segment_ids, segment_ids)
-    query_ids, key_ids = (
-        _int32_array(f"segment_ids of the {rows}", ids)
-        for rows, ids in zip(("queries", "keys"), segment_ids, strict=True)
+    query_ids, key_ids = segment_ids
+    return (
+        _check_ids("segment_ids of the queries", query_ids, (*batch, seqlen_q)),
+        _check_ids("segment_ids of the keys", key_ids, (*batch, seqlen_kv)),
     )
-    for rows, ids, seqlen in (("queries", query_ids, seqlen_q), ("keys", key_ids, seqlen_kv)):
-        if ids.shape != (*batch, seqlen):
-            raise ValueError(
-                f"segment_ids of the {rows} must have shape {[*batch, seqlen]}, got {_shape(ids)}."
-            )
-    return query_ids, key_ids
+
+
+def _check_ids(name: str, ids: Any, shape: tuple[int, ...]) -> jax.Array:
+    ids = _int32_array(name, ids)
+    if ids.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {_shape(ids)}.")
+    return ids
 
 
 def check_dropout_rng(dropout_rng: Any, rate: float) -> jax.Array | None:

@@ -133,7 +133,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          "if not _INT32.min <= number <= _INT32.max:", "if not _INT32.min <= number <= _INT32.max + 1:",
          "test_errors.py::test_bad_call[offset beyond int32]"),
         ("ids of the keys are checked against the queries",
-         "key_ids, seqlen_kv)):", "key_ids, seqlen_q)):",
+         "key_ids, (*batch, seqlen_kv))", "key_ids, (*batch, seqlen_q))",
          "test_forward.py::test_is_close_to_exact[cpu-segments of queries and keys-2]"),
         ("several PRNG keys are accepted",
          "if rng.ndim != (0 if is_key else 1):", "if rng.ndim > 1:",

@@ -27,8 +27,7 @@ __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t
                : "memory");
 }
 
-// For so long the hardware may suspend a waiting thread before it asks again; a phase that completes wakes
-// it.
+// How long the hardware may suspend a waiting thread, which a completed phase wakes, before it asks again.
 inline constexpr uint32_t kSuspendNanoseconds = 10'000'000;
 
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {

@@ -98,6 +98,9 @@ struct SharedRows {
 
 // ---- A part of the keys, or a group of parts ----
 
+// Do three thread blocks fit into the 228 KB of a multiprocessor, of which the system takes 1 KB for each?
+constexpr bool three_fit(int shared_bytes) { return 3 * (shared_bytes + 1024) <= 228 * 1024; }
+
 template <class Arithmetic_, int kHeadDim_, bool kManyRows_, PairPolicy kPolicy_>
 struct DecodeConfig {
   using Arithmetic = Arithmetic_;
@@ -122,18 +125,15 @@ struct DecodeConfig {
   static_assert(kTile.row_warps * (kKeyWarps - 1) * kHalfBytes <= KvTile::kBytes);
 
   // Between parts of a group, the first warp keeps what it has merged behind the buffers: upper rows alone,
-  // so that three thread blocks fit into the 228 KB of a multiprocessor, of which the system takes 1 KB for
-  // each. Between groups it keeps those before behind that.
+  // so that three thread blocks fit on a multiprocessor. Between groups it keeps those before behind that.
   static constexpr bool kMayHaveGroups = !kManyRows;
   static constexpr int kKeptBytes = kSharedBytes + 2 * kHalfBytes;
   // Only where no more than two such blocks fit, as tiles_of_rounds assumes. Where three do, at head dim 64,
   // 64 sequences of 8,192 keys took 7 % longer: their 512 tiles are 1.3 rounds of three.
-  static constexpr bool kMayTakeTiles =
-      kMayHaveGroups && !kPolicy.may_have_mask() && 3 * (kKeptBytes + 1024) > 228 * 1024;
+  static constexpr bool kMayTakeTiles = kMayHaveGroups && !kPolicy.may_have_mask() && !three_fit(kKeptBytes);
   static constexpr int kGroupRows = 8, kGroupBlocks = 1024 / kBlockN;
   static_assert(kGroupBlocks <= kMaxPartBlocks);
-  static constexpr int kBlocksPerSm =
-      kMayHaveGroups && 3 * (kSharedBytes + kHalfBytes + 1024) <= 228 * 1024 ? 3 : 2;
+  static constexpr int kBlocksPerSm = kMayHaveGroups && three_fit(kSharedBytes + kHalfBytes) ? 3 : 2;
 };
 
 // The blocks of keys that a thread block still has to take, numbered from its first. Where mask and segments
