@@ -103,6 +103,11 @@ void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, i
   const KeyRows v(Stored{params.v, params.dtype}, params, batch, kv_head, head_dim_v);
   const GroupRows out(Stored{params.out, params.dtype}, params, batch, kv_head, head_dim_v);
   const GroupRows lse(static_cast<T*>(params.lse), params, batch, kv_head, 1);
+  const auto store_lse = [&](int64_t row, T of_row, T p_factor) {
+    T* const at = lse.Row(row);
+    *at = of_row;
+    if (params.p_factor) static_cast<T*>(params.p_factor)[at - static_cast<T*>(params.lse)] = p_factor;
+  };
   const T infinity = std::numeric_limits<T>::infinity();
   const T* sinks = static_cast<const T*>(params.sinks);
   const auto sink = [&](int64_t row) {
@@ -190,16 +195,18 @@ void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, i
     }
   }
 
-  // ---- Store out and lse; fully masked rows get 0 and their sink ----
+  // ---- Store out, lse and p_factor; fully masked rows get 0, their sink and 1 ----
   for (int64_t row = 0; row < block_end - block_first; ++row) {
     // A row whose logits are all -inf has the sum 0, too.
     if (row >= rows || !scratch.seeing[row] || scratch.sum[row] == 0) {
       ZeroRow(out.Row(block_first + row), head_dim_v);
-      *lse.Row(block_first + row) = sink(block_first + row);
+      store_lse(block_first + row, sink(block_first + row), 1);
     } else {
       StoreRow(out.Row(block_first + row), scratch.out + row * width_v,
                pairs.kept_factor() / scratch.sum[row], head_dim_v);
-      *lse.Row(block_first + row) = scratch.max[row] + std::log(scratch.sum[row]);
+      const T row_lse = scratch.max[row] + std::log(scratch.sum[row]);
+      const T factor = std::exp(row_lse - scratch.max[row]) / scratch.sum[row];
+      store_lse(block_first + row, row_lse, std::isfinite(factor) ? factor : 1);
     }
   }
 }

@@ -262,6 +262,10 @@ ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi:
   const auto [B, T, N] = std::array{params->batch, params->seqlen_q, params->num_heads};
   RETURN_IF_ERROR(call.TakeResult("out", dtype, {B, T, N, params->head_dim_v}, &params->out));
   RETURN_IF_ERROR(call.TakeResult("lse", LseType(dtype), {B, T, N}, &params->lse));
+  params->p_factor = nullptr;
+  if (call.PeekResultDims() == Dims{B, T, N}) {  // workspace begins with arrays of other ranks
+    RETURN_IF_ERROR(call.TakeResult("p_factor", LseType(dtype), {B, T, N}, &params->p_factor));
+  }
 
   Workspace workspace;
   RETURN_IF_ERROR(TakeWorkspace(call, Pass::kForward, *params, /*num_directions=*/1, &workspace));

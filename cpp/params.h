@@ -152,6 +152,10 @@ struct ForwardParams : AttentionParams {
   void* out;  // [B, T, N, Hv]
   void* lse;  // [B, T, N], float32 (float64 for float64); -inf or the sink for a fully masked row
 
+  // What a row's probabilities, as the backward pass computes them from lse, are to be multiplied by: 1 but
+  // for the rounding of lse. [B, T, N], lse's dtype; null: not wanted.
+  void* p_factor;
+
   // The parts into which a CUDA kernel splits the keys of each sequence, for few queries; 0: into none.
   // Python decides. Workspace of these kernels: workspace.def has the shape.
   int64_t num_key_parts;

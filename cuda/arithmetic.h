@@ -69,6 +69,10 @@ inline constexpr bool kIs16Bit = sizeof(typename Arithmetic::Element) == 2;
 template <class Arithmetic>
 inline constexpr bool kIs64Bit = sizeof(typename Arithmetic::Element) == 8;
 
+// Are results as exact as the operands' dtype, so that the rounding of lse shows in gradients?
+template <class Arithmetic>
+inline constexpr bool kIsExact = !kIs16Bit<Arithmetic> && !std::is_same_v<Arithmetic, tf32>;
+
 // Do products take two planes of each operand?
 template <class Arithmetic>
 inline constexpr bool kHasTwoPlanes = std::is_same_v<Arithmetic, float16x3>;

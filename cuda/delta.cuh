@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kDeltaThreads)
         const bool sees_keys = lse[i] != -INFINITY;
         const int64_t stats_row = (int64_t{batch} * num_heads + head) * length + row;
         statistics<Sum>(params.delta)[stats_row] = sees_keys ? delta - (lse[i] != INFINITY ? dlse[i] : 0) : 0;
-        statistics<Sum>(params.lse_log2)[stats_row] = sees_keys ? lse[i] * kLog2eOf<Sum> : INFINITY;
+        statistics<Sum>(params.lse_log2)[stats_row] = sees_keys ? lse_in_log2(lse[i]) : INFINITY;
       }
     }
   }

@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(CombineConfig<kHeadDim>::kThreads, 2)
   } else {
     store(column, sum);
   }
-  if (column == 0) static_cast<float*>(params.lse)[row] = end.lse;
+  if (column == 0) end.template store_lse<Arithmetic>(params, row);
 }
 
 // Teams of threads share a block evenly only where the head dim is a power of two.

@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(kRows* kLanes)
   }
 
   const PlaneRows rows(params, length);
-  rows.lse_log2[index] = sees_keys ? lse * kLog2e - (kPlaneTop + 1) : INFINITY;
+  rows.lse_log2[index] = sees_keys ? lse_in_log2(lse) - (kPlaneTop + 1) : INFINITY;
   rows.delta[index] = delta;
   if constexpr (kIsFine) return;
   const float factor = power_of_two(plane_exponent(bound) - 1 - (kPlaneTop + 1));

@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "accumulator.cuh"
+#include "arithmetic.h"
 #include "params.h"
 #include "ptx/math.h"
 
@@ -27,6 +28,12 @@ __device__ __forceinline__ float exp2_of(float x) { return ptx::exp2_approx(x); 
 __device__ __forceinline__ double exp2_of(double x) { return exp2(x); }
 __device__ __forceinline__ float reciprocal_of(float x) { return ptx::reciprocal_approx(x); }
 __device__ __forceinline__ double reciprocal_of(double x) { return 1 / x; }
+
+// lse in powers of two, with the same bits wherever it is needed: finish_row corrects their rounding.
+template <class Number>
+__device__ __forceinline__ Number lse_in_log2(Number lse) {
+  return ptx::rounded_product(lse, kLog2eOf<Number>);
+}
 
 // How a score becomes a logit: logit * log2(e) = scale_log2 * transform(score), scale_log2 >= 0.
 enum class LogitTransform { kNone, kMultiply, kSoftCap };
@@ -116,22 +123,39 @@ __device__ __forceinline__ Number sink_log2(const AttentionParams& params, int b
 template <class Number>
 struct RowEnd {
   Number lse;
+  Number p_factor;    // by which exp2(logit * log2(e) - lse_in_log2(lse)) is to be multiplied to give p
   Number normalizer;  // by which the row's sum of p v is to be multiplied
   bool is_empty;      // is the row fully masked?
+
+  // As element `index` of [B, T, N].
+  template <class Arithmetic>
+  __device__ __forceinline__ void store_lse(const ForwardParams& params, int64_t index) const {
+    static_cast<Number*>(params.lse)[index] = lse;
+    if constexpr (kIsExact<Arithmetic>) {
+      if (params.p_factor) static_cast<Number*>(params.p_factor)[index] = p_factor;
+    }
+  }
 };
 
 // Ends a row with this maximum (of scale_log2 * score) and sum. A sink counts as one more key, whose value is
 // 0. Products are fused by hand: the same row may end in one kernel or another, with the same bits.
 template <class Number>
 __device__ __forceinline__ RowEnd<Number> finish_row(Number max_log2, Number sum, Number sink_log2) {
-  if (sum == 0) return {sink_log2 * kLn2Of<Number>, 0, true};
+  if (sum == 0) return {sink_log2 * kLn2Of<Number>, 1, 0, true};
   Number maximum = max_log2, factor = 1;
   if (sink_log2 != -INFINITY) {
     maximum = fmax(maximum, sink_log2);
     factor = exp2_of(max_log2 - maximum);
     sum = fma(sum, factor, exp2_of(sink_log2 - maximum));
   }
-  return {fma(maximum, kLn2Of<Number>, log(sum)), factor * reciprocal_of(sum), false};
+  const Number lse = fma(maximum, kLn2Of<Number>, log(sum)), inverse = reciprocal_of(sum);
+  // exp2(lse_log2 - maximum) / sum. What the difference lost is a small factor more.
+  const Number lse_log2 = lse_in_log2(lse), above = lse_log2 - maximum;
+  const Number lost = (lse_log2 - above) - maximum;
+  Number p_factor = exp2_of(above) * inverse * fma(lost, kLn2Of<Number>, Number{1});
+  // None beside an infinite lse, or one so large that its last bit is worth more than a factor of 2^32.
+  if (!(0x1p-32 < p_factor && p_factor < 0x1p32)) p_factor = 1;
+  return {lse, p_factor, factor * inverse, false};
 }
 
 // The running maximum and sum of each row of which a lane holds a part.

@@ -44,6 +44,7 @@ Arrays = dict[str, jax.Array]
 
 _PRIMALS = ("q", "k", "v", *(operand.name for operand in OPERANDS))
 _RESULTS = ("out", "lse")
+_P_FACTOR = "p_factor"  # of `_primitives.forward_with_factor`: a constant, 1 but for rounding
 _COTANGENTS = ("dout", "dlse")
 # A call has at most one of these operands.
 BIASES = ("bias", "alibi_slopes")
@@ -51,14 +52,32 @@ BIASES = ("bias", "alibi_slopes")
 
 def forward(arrays: Arrays, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
     """Computes out and lse from q, k, v and the operands. Differentiable in both modes, twice."""
-    return tuple(_bind(_forward_p, arrays, options))
+    found = residuals(arrays, options)
+    return found["out"], found["lse"]
+
+
+def residuals(arrays: Arrays, options: AttentionOptions) -> Arrays:
+    """What first derivatives need of the forward pass: out, lse, and p_factor if results are as exact as the dtype."""
+    dtype = arrays["q"].dtype
+    if dtype == jnp.float64 or (dtype == jnp.float32 and options.precision > 0):
+        found = _bind(_forward_with_factor_p, arrays, options)
+        return dict(zip((*_RESULTS, _P_FACTOR), found, strict=True))
+    return dict(zip(_RESULTS, _bind(_forward_p, arrays, options), strict=True))
+
+
+def named_residuals(arrays: Arrays, options: AttentionOptions) -> Arrays:
+    """The same, named for policies of `jax.checkpoint`."""
+    return {
+        name: checkpoint_name(x, f"flash_attention_{'out' if name == 'out' else 'lse'}")
+        for name, x in residuals(arrays, options).items()
+    }
 
 
 def gradients(arrays: Arrays, wanted: Sequence[str], options: AttentionOptions) -> Arrays:
     """Computes gradients.
 
     Args:
-      arrays: q, k, v, operands, out, lse, dout, and dlse unless it is zero.
+      arrays: q, k, v, operands, `residuals`, dout, and dlse unless it is zero.
       wanted: names of DIFFERENTIABLE.
       options: the static options.
     """
@@ -100,8 +119,7 @@ def _not_in_planes(arrays: Arrays, options: AttentionOptions) -> tuple[Arrays, A
     if not options.in_planes:
         return arrays, options
     options = dataclasses.replace(options, in_planes=False)
-    results = forward({name: arrays[name] for name in _PRIMALS if name in arrays}, options)
-    return arrays | dict(zip(_RESULTS, results, strict=True)), options
+    return arrays | residuals(arrays, options), options
 
 
 def _bind(primitive: Primitive, arrays: Arrays, options: AttentionOptions) -> list[jax.Array]:
@@ -146,18 +164,30 @@ def _has_16_bit_pairs(arrays: Arrays) -> bool:
 
 
 def _compute_forward(arrays: Arrays, options: AttentionOptions):
-    operands = {name: x for name, x in arrays.items() if name not in tuple("qkv")}
-    return _primitives.forward(*(arrays[name] for name in "qkv"), operands, options)
+    return _primitives.forward(*_inputs_and_operands(arrays), options)
+
+
+def _compute_forward_with_factor(arrays: Arrays, options: AttentionOptions):
+    return _primitives.forward_with_factor(*_inputs_and_operands(arrays), options)
+
+
+def _inputs_and_operands(arrays: Arrays):
+    return *(arrays[name] for name in "qkv"), _without(arrays, lambda name: name in tuple("qkv"))
 
 
 def _compute_tangent(arrays: Arrays, options: AttentionOptions):
     if "tsinks" not in arrays:
-        return _primitives.tangent(arrays, options)
+        return _tangent_of_keys(arrays, options)
     if any(is_directed(name) for name in arrays.keys() - {"tsinks"}):
-        tout, tlse = _primitives.tangent(arrays, options)
+        tout, tlse = _tangent_of_keys(arrays, options)
     else:  # no logit of a key moves
         tout, tlse = (jnp.zeros((), arrays[name].dtype) for name in _RESULTS)
     return _add_to_lse(tout, tlse, _sinks_share(arrays) * arrays["tsinks"][..., None, :], arrays)
+
+
+def _tangent_of_keys(arrays: Arrays, options: AttentionOptions):
+    tout, tlse = _primitives.tangent(arrays, options)
+    return _times_p_factor(tout, "out", arrays), _times_p_factor(tlse, "lse", arrays)
 
 
 def _compute_second_tangent(arrays: Arrays, options: AttentionOptions):
@@ -171,8 +201,24 @@ def _compute_second_tangent(arrays: Arrays, options: AttentionOptions):
     return _add_to_lse(tuout, tulse, _sinks_share(arrays) * second, arrays)
 
 
+def _times_p_factor(x: jax.Array, name: str, arrays: Arrays) -> jax.Array:
+    """A tangent or cotangent of the result `name`, times p_factor: tangents are linear in a row's probabilities."""
+    if _P_FACTOR not in arrays:
+        return x
+    return x * (arrays[_P_FACTOR] if name == "lse" else arrays[_P_FACTOR][..., None])
+
+
+def _corrected(arrays: Arrays) -> Arrays:
+    """The arguments of a gradient, which is the transpose of a tangent, with p_factor as part of the cotangents."""
+    return arrays | {
+        f"d{name}": _times_p_factor(arrays[f"d{name}"], name, arrays)
+        for name in _RESULTS
+        if f"d{name}" in arrays
+    }
+
+
 def _compute_backward(arrays: Arrays, options: AttentionOptions):
-    dq, dk, dv = _primitives.backward(arrays, options)
+    dq, dk, dv = _primitives.backward(_corrected(arrays), options)
     return _with_scale_factor(dq, dk, dv, arrays)
 
 
@@ -186,12 +232,12 @@ def _with_scale_factor(dq: jax.Array, dk: jax.Array, dv: jax.Array, arrays: Arra
 
 
 def _compute_backward_bias(arrays: Arrays, options: AttentionOptions):
-    sums = _primitives.backward_bias(arrays, options)
+    sums = _primitives.backward_bias(_corrected(arrays), options)
     return (_sum_to_bias(sums, arrays),)
 
 
 def _compute_backward_with_bias(arrays: Arrays, options: AttentionOptions):
-    *of_backward, sums = _primitives.backward_with_bias(arrays, options)
+    *of_backward, sums = _primitives.backward_with_bias(_corrected(arrays), options)
     return *_with_scale_factor(*of_backward, arrays), _sum_to_bias(sums, arrays)
 
 
@@ -311,6 +357,10 @@ def _forward_avals(arrays):
     return _primitives.forward_avals(*(arrays[name] for name in "qkv"))
 
 
+def _forward_with_factor_avals(arrays):
+    return _primitives.forward_with_factor_avals(*(arrays[name] for name in "qkv"))
+
+
 def _tangent_avals(arrays):
     return tuple(_primitives.with_directions(arrays[name], _directions(arrays)) for name in _RESULTS)
 
@@ -375,13 +425,21 @@ def _as_directions(arrays: Arrays, directions: Any = 1) -> Arrays:
 
 
 def _forward_jvp(primals, tangents, *, names, options):
+    found, moved = _linearized(names, primals, tangents, options)
+    return [found[name] for name in _RESULTS], moved
+
+
+def _forward_with_factor_jvp(primals, tangents, *, names, options):
+    found, moved = _linearized(names, primals, tangents, options)
+    return [*found.values()], [*moved, ad.Zero(jax.typeof(found[_P_FACTOR]))]
+
+
+def _linearized(names, primals, tangents, options) -> tuple[Arrays, list[jax.Array]]:
+    """The results of the forward pass, and the tangents of out and lse."""
     arrays, moving = _moving(names, primals, tangents)
-    out, lse = forward(arrays, options)
-    # Named here, where the residuals of this rule are made.
-    out = checkpoint_name(out, "flash_attention_out")
-    lse = checkpoint_name(lse, "flash_attention_lse")
-    found = _tangents(arrays | dict(out=out, lse=lse) | _as_directions(_named("t", moving)), options)
-    return (out, lse), [x[0] for x in found.values()]
+    found = named_residuals(arrays, options)
+    moved = _tangents(arrays | found | _as_directions(_named("t", moving)), options)
+    return found, [x[0] for x in moved.values()]
 
 
 def _result_tangents(arrays: Arrays, moving: Arrays, options: AttentionOptions) -> Arrays:
@@ -579,15 +637,19 @@ def _is_of_t(name: str) -> bool:
 
 _ARGUMENTS: dict[Primitive, tuple[str, ...]] = {}
 _T, _U, _TU = (tuple(f"{direction}{name}" for name in DIFFERENTIABLE) for direction in ("t", "u", "tu"))
-_OF_TANGENT = (*_PRIMALS, *_RESULTS, *_T)
-_OF_SECOND_TANGENT = (*_OF_TANGENT, "tout", "tlse", *_U, "ulse", *_TU)
-_OF_BACKWARD = (*_PRIMALS, *_RESULTS, *_COTANGENTS)
-_OF_BACKWARD_TANGENT = (*_OF_BACKWARD, *_T, "tout", "tlse", "tdout", "tdlse")
+_OF_TANGENT = (*_PRIMALS, *_RESULTS, _P_FACTOR, *_T)
+_OF_SECOND_TANGENT = (*_PRIMALS, *_RESULTS, *_T, "tout", "tlse", *_U, "ulse", *_TU)
+_OF_BACKWARD = (*_PRIMALS, *_RESULTS, _P_FACTOR, *_COTANGENTS)
+_OF_BACKWARD_TANGENT = (*_PRIMALS, *_RESULTS, *_COTANGENTS, *_T, "tout", "tlse", "tdout", "tdlse")
 
 _forward_p = _define("forward", _PRIMALS, _forward_avals, _compute_forward)
+_forward_with_factor_p = _define(
+    "forward", _PRIMALS, _forward_with_factor_avals, _compute_forward_with_factor
+)
 _tangent_p = _define("tangent", _OF_TANGENT, _tangent_avals, _compute_tangent)
 _second_tangent_p = _define("second_tangent", _OF_SECOND_TANGENT, _tangent_avals, _compute_second_tangent)
 ad.primitive_jvps[_forward_p] = _forward_jvp
+ad.primitive_jvps[_forward_with_factor_p] = _forward_with_factor_jvp
 ad.primitive_jvps[_tangent_p] = _tangent_jvp
 ad.primitive_transposes[_tangent_p] = _transposed(_transpose_tangent)
 ad.primitive_jvps[_second_tangent_p] = functools.partial(

@@ -11,10 +11,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from . import _derivatives, _kernel_choice
-from ._operands import DIFFERENTIABLE
+from ._operands import DIFFERENTIABLE, OPERANDS
 
 
 def attention(query, key, value, operands, options, *, forward_mode: bool, with_lse: bool):
@@ -60,10 +59,8 @@ def _without_lse(query, key, value, operands, options):
 
 def _forward(query, key, value, operands, options):
     arrays = dict(q=query, k=key, v=value) | operands
-    out, lse = _derivatives.forward(arrays, _in_planes(query, operands, options))
-    out = checkpoint_name(out, "flash_attention_out")
-    lse = checkpoint_name(lse, "flash_attention_lse")
-    return (out, lse), arrays | dict(out=out, lse=lse)
+    found = _derivatives.named_residuals(arrays, _in_planes(query, operands, options))
+    return (found["out"], found["lse"]), arrays | found
 
 
 def _forward_without_lse(*args):
@@ -76,7 +73,7 @@ def _backward(options, residuals, cotangents):
     arrays = residuals | {"dout": dout} | ({} if dlse is None else {"dlse": dlse})
     wanted = [name for name in DIFFERENTIABLE if name in arrays]
     found = _derivatives.gradients(arrays, wanted, _in_planes(arrays["q"], arrays, options))
-    operands = {name: found.get(name) for name in residuals if name not in ("q", "k", "v", "out", "lse")}
+    operands = {x.name: found.get(x.name) for x in OPERANDS if x.name in residuals}
     return found["q"], found["k"], found["v"], operands
 
 

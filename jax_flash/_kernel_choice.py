@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from . import _ffi, _library
 from ._options import AttentionOptions
-from ._passes import BACKWARD, FORWARD, Pass
+from ._passes import BACKWARD, FORWARD, FORWARD_WITH_FACTOR, Pass
 
 _HOPPER_MULTIPROCESSORS = 132  # of H200, and of H100 but for the PCIe card
 _MOST_DECODE_ROWS = 256  # of a key head
@@ -25,7 +25,7 @@ _GENERAL_FORM_OPERANDS = {"mask", "bias", "alibi_slopes", "query_segment_ids", "
 
 def num_planes(call: Pass, q, k, v, options: AttentionOptions) -> int:
     """In how many planes of scaled float16 Hopper's kernels compute float32 (cuda/planes.cuh); 0: not at all."""
-    direction = {FORWARD: "forward", BACKWARD: "backward"}.get(call)
+    direction = {FORWARD: "forward", FORWARD_WITH_FACTOR: "forward", BACKWARD: "backward"}.get(call)
     planes = 2 if options.precision else 1
     if direction is None or q.dtype != jnp.float32:
         return 0

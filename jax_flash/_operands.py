@@ -79,6 +79,7 @@ AXES = {
     "v_pages": "crke",
     "out": "tne",
     "lse": "tn",
+    "p_factor": "tn",
     "dq": "tnd",
     "dk": "skd",
     "dv": "ske",

@@ -27,6 +27,7 @@ class Pass:
 
 
 FORWARD = Pass("jax_flash_forward", ("q", "k", "v"), ("out", "lse"))
+FORWARD_WITH_FACTOR = Pass(FORWARD.target, FORWARD.inputs, (*FORWARD.results, "p_factor"))
 PAGED_FORWARD = Pass(FORWARD.target, ("q", *POOLED), FORWARD.results)
 BACKWARD = Pass("jax_flash_backward", ("q", "k", "v", "out", "lse", "dout"), ("dq", "dk", "dv"))
 BACKWARD_BIAS = Pass("jax_flash_backward_bias", BACKWARD.inputs, ("dbias",))
@@ -39,7 +40,7 @@ BACKWARD_TANGENT = Pass(
     "jax_flash_backward_tangent", (*BACKWARD.inputs, "tout", "tlse"), ("tdq", "tdk", "tdv")
 )
 BACKWARD_BIAS_TANGENT = Pass("jax_flash_backward_bias_tangent", BACKWARD_TANGENT.inputs, ("tdbias",))
-FORWARDS = (FORWARD, PAGED_FORWARD)
+FORWARDS = (FORWARD, FORWARD_WITH_FACTOR, PAGED_FORWARD)
 BACKWARDS = (BACKWARD, BACKWARD_WITH_DS)
 
 # The arrays that a call may have beside its inputs, in the order in which the kernels take them.

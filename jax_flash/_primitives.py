@@ -46,6 +46,7 @@ from ._passes import (
     BACKWARD_WITH_DS,
     BACKWARDS,
     FORWARD,
+    FORWARD_WITH_FACTOR,
     FORWARDS,
     PAGED_FORWARD,
     SECOND_TANGENT,
@@ -72,6 +73,18 @@ def forward(
       out [B, T, N, Hv] in q's dtype, lse [B, T, N] in float32 (float64 for float64).
     """
     return tuple(bind(FORWARD, _forward_p, {"q": q, "k": k, "v": v} | operands, options))
+
+
+def forward_with_factor(
+    q: jax.Array, k: jax.Array, v: jax.Array, operands: dict[str, jax.Array], options: AttentionOptions
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The results of `forward`, and what probabilities that follow from lse are to be multiplied by.
+
+    lse is rounded: with logits of a thousand, by up to 3e-5 in float32, and as much do all probabilities of a row
+    differ from those of the forward pass. The factor, [B, T, N] in lse's dtype, makes up for that.
+    """
+    arrays = {"q": q, "k": k, "v": v} | operands
+    return tuple(bind(FORWARD_WITH_FACTOR, _forward_with_factor_p, arrays, options))
 
 
 def paged_forward(arrays: dict[str, jax.Array], options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
@@ -190,6 +203,11 @@ def forward_avals(q, k, v, *_, **params):
         sharding=q.sharding.update(spec=PartitionSpec(*spec[:-1])),
     )
     return out, lse
+
+
+def forward_with_factor_avals(*args, **params):
+    out, lse = forward_avals(*args, **params)
+    return out, lse, lse
 
 
 def _backward_avals(q, k, v, *_, **params):
@@ -531,6 +549,7 @@ def _without_kernels(compute: Callable) -> dict[str, Callable]:
 
 
 _forward_p = _define_pass(FORWARD, forward_avals, **_KERNELS)
+_forward_with_factor_p = _define_pass(FORWARD_WITH_FACTOR, forward_with_factor_avals, **_KERNELS)
 paged_forward_p = _define_pass(PAGED_FORWARD, forward_avals, name="jax_flash_paged_forward", **_KERNELS)
 _backward_call_p = _define_call(BACKWARD, _backward_avals, name=f"{BACKWARD.target}_call", **_KERNELS)
 _backward_p = _define_outer(BACKWARD, _backward_avals, _backward_call_p, BACKWARD.target)

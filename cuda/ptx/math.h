@@ -19,6 +19,10 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
+// a * b, rounded: not a part of a fused multiply-add.
+__device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
+
 // The largest of three floats, compared as signed integers: one instruction on 9.0.
 __device__ __forceinline__ float max_of_bits(float a, float b, float c) {
   return __int_as_float(__vimax3_s32(__float_as_int(a), __float_as_int(b), __float_as_int(c)));

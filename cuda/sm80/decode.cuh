@@ -452,7 +452,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       store_run<Arithmetic>(to, column, head_dim_v, !end.is_empty, end.normalizer, values);
     });
     if (lane_id() % 4 == 0) {
-      static_cast<float*>(params.lse)[index] = end.lse;
+      end.template store_lse<Arithmetic>(params, index);
       if (arguments.num_units > 1) parts.set_merged(index);
     }
   }

@@ -211,7 +211,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int64_t q_row0 = int64_t{batch} * seqlen_q * num_heads + head;
   const int head_dim_v = arguments.v.head_dim;
   Element* gOut = static_cast<Element*>(params.out) + q_row0 * head_dim_v;
-  Sum* gLse = static_cast<Sum*>(params.lse) + q_row0;
   const Sum sink = sink_log2<Sum>(params, batch, head);
   const Sum kept_factor = kMayHaveOthers ? arguments.pairs.kept_factor : 1;
 #pragma unroll
@@ -227,7 +226,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
         store_run<Arithmetic>(row_out, column, head_dim_v, !end.is_empty, end.normalizer * kept_factor,
                               values);
       });
-      if (lane_id() % 4 == 0) gLse[int64_t{row} * num_heads] = end.lse;
+      if (lane_id() % 4 == 0) {
+        end.template store_lse<Arithmetic>(params, q_row0 + int64_t{row} * num_heads);
+      }
     }
   }
 }

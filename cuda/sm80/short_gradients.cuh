@@ -139,7 +139,7 @@ __device__ __forceinline__ void short_score_gradients(const ShortGradientsArgume
     const int row = row0 + accumulator_row(mt, h);
     const int64_t index = (int64_t{batch} * params.seqlen_q + row) * params.num_heads + head;
     const float lse = row < mask.q_length ? static_cast<const float*>(params.lse)[index] : -INFINITY;
-    lse_log2[mt][h] = lse == -INFINITY ? INFINITY : lse * kLog2e;
+    lse_log2[mt][h] = lse == -INFINITY ? INFINITY : lse_in_log2(lse);
     delta[mt][h] = params.dlse && fabsf(lse) < INFINITY ? -static_cast<const float*>(params.dlse)[index] : 0;
   });
   const ShortOutRows<Config> out(arguments.out, int64_t{batch} * params.seqlen_q, head, row0, mask.q_length);

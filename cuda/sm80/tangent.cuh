@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   for_each_accumulator_row(lse_log2, [&](int mt, int h) {
     const int row = min(warp_m + accumulator_row(mt, h), seqlen_q - 1);
     const Sum lse = static_cast<const Sum*>(params.lse)[(row0 + row) * num_heads + head];
-    lse_log2[mt][h] = lse == -INFINITY ? INFINITY : lse * kLog2eOf<Sum>;
+    lse_log2[mt][h] = lse == -INFINITY ? INFINITY : lse_in_log2(lse);
   });
   // exp2 of a soft cap's argument and q k^T are gone once p is there.
   const bool keeps_p =

@@ -118,6 +118,7 @@ template <class Arithmetic_, int kHeadDim_, ForwardTile kTile_, PairPolicy kPoli
 struct ForwardConfig {
   // float32 comes as planes; out leaves the registers as float32.
   static constexpr bool kPlanes = !kIs16Bit<Arithmetic_>;
+  using CallArithmetic = Arithmetic_;
   using Arithmetic = std::conditional_t<kPlanes, float16, Arithmetic_>;  // of the products
   static constexpr int kNumPlanes = std::is_same_v<Arithmetic_, tf32x3> ? 2 : 1;
   using Element = typename Arithmetic::Element;
@@ -916,8 +917,8 @@ struct ForwardConsumer {
       hidden[h] = end.is_empty;
       const int row = row0 + accumulator_row(0, h);
       if (first_column<Config>() == 0 && lane_id() % 4 == 0 && row < seqlen_q) {
-        static_cast<float*>(params.lse)[(int64_t{batch} * seqlen_q + row) * params.num_heads + head] =
-            end.lse;
+        end.template store_lse<typename Config::CallArithmetic>(
+            params, (int64_t{batch} * seqlen_q + row) * params.num_heads + head);
       }
     }
     if (__any_sync(0xffffffff, hidden[0] || hidden[1])) {

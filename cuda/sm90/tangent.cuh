@@ -249,7 +249,7 @@ struct TangentConsumer {
       const int row = min(work.m_start + warp_row + accumulator_row(0, h), work.seqlen_q - 1);
       const float lse = static_cast<const float*>(
           params.lse)[(int64_t{work.batch} * work.seqlen_q + row) * params.num_heads + work.head];
-      lse_log2[h] = lse == -INFINITY ? INFINITY : lse * kLog2e;
+      lse_log2[h] = lse == -INFINITY ? INFINITY : lse_in_log2(lse);
     }
   }
 

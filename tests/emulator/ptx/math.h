@@ -13,6 +13,9 @@ namespace jax_flash::cuda::ptx {
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float reciprocal_approx(float x) { return 1 / x; }
 
+inline float rounded_product(float a, float b) { return a * b; }
+inline double rounded_product(double a, double b) { return a * b; }
+
 inline float max_of_bits(float a, float b, float c) {
   const auto bits = [](float x) { return std::bit_cast<int32_t>(x); };
   return std::bit_cast<float>(max(max(bits(a), bits(b)), bits(c)));
