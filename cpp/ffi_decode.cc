@@ -263,7 +263,9 @@ ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi:
   RETURN_IF_ERROR(call.TakeResult("out", dtype, {B, T, N, params->head_dim_v}, &params->out));
   RETURN_IF_ERROR(call.TakeResult("lse", LseType(dtype), {B, T, N}, &params->lse));
   params->p_factor = nullptr;
-  if (call.PeekResultDims() == Dims{B, T, N}) {  // workspace begins with arrays of other ranks
+  const bool may_have_factor =
+      params->dtype == DType::kFloat64 || (params->dtype == DType::kFloat32 && params->options.precision > 0);
+  if (may_have_factor && call.PeekResultDims().size() == 3) {  // workspace begins with arrays of other ranks
     RETURN_IF_ERROR(call.TakeResult("p_factor", LseType(dtype), {B, T, N}, &params->p_factor));
   }
 

@@ -26,7 +26,9 @@ struct SequencePages {
   __device__ __forceinline__ int index_of(int key) const { return unsigned(key) / unsigned(size()); }
   __device__ __forceinline__ int row_of(int key) const { return unsigned(key) % unsigned(size()); }
 
-  __device__ __forceinline__ int32_t page(int index) const { return params.page(__ldg(indices + index)); }
+  __device__ __forceinline__ int32_t entry(int index) const { return __ldg(indices + index); }
+  __device__ __forceinline__ int32_t page_of(int32_t entry) const { return params.page(entry); }
+  __device__ __forceinline__ int32_t page(int index) const { return page_of(entry(index)); }
 };
 
 }  // namespace jax_flash::cuda

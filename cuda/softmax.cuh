@@ -29,7 +29,7 @@ __device__ __forceinline__ double exp2_of(double x) { return exp2(x); }
 __device__ __forceinline__ float reciprocal_of(float x) { return ptx::reciprocal_approx(x); }
 __device__ __forceinline__ double reciprocal_of(double x) { return 1 / x; }
 
-// lse in powers of two, with the same bits wherever it is needed: finish_row corrects their rounding.
+// lse in powers of two, with the same bits wherever it is needed: p_factor makes up for their rounding.
 template <class Number>
 __device__ __forceinline__ Number lse_in_log2(Number lse) {
   return ptx::rounded_product(lse, kLog2eOf<Number>);
@@ -138,9 +138,11 @@ struct RowEnd {
 };
 
 // Ends a row with this maximum (of scale_log2 * score) and sum. A sink counts as one more key, whose value is
-// 0. Products are fused by hand: the same row may end in one kernel or another, with the same bits.
+// 0. Products are fused by hand: the same row may end in one kernel or another, with the same bits. `shift`:
+// what the backward kernel subtracts from lse_in_log2(lse), which may round it once more.
 template <class Number>
-__device__ __forceinline__ RowEnd<Number> finish_row(Number max_log2, Number sum, Number sink_log2) {
+__device__ __forceinline__ RowEnd<Number> finish_row(Number max_log2, Number sum, Number sink_log2,
+                                                     int shift = 0) {
   if (sum == 0) return {sink_log2 * kLn2Of<Number>, 1, 0, true};
   Number maximum = max_log2, factor = 1;
   if (sink_log2 != -INFINITY) {
@@ -149,8 +151,8 @@ __device__ __forceinline__ RowEnd<Number> finish_row(Number max_log2, Number sum
     sum = fma(sum, factor, exp2_of(sink_log2 - maximum));
   }
   const Number lse = fma(maximum, kLn2Of<Number>, log(sum)), inverse = reciprocal_of(sum);
-  // exp2(lse_log2 - maximum) / sum. What the difference lost is a small factor more.
-  const Number lse_log2 = lse_in_log2(lse), above = lse_log2 - maximum;
+  // exp2(lse_log2 - maximum) / sum. What the difference loses, 1e-6 at most, is a factor more.
+  const Number lse_log2 = (lse_in_log2(lse) - shift) + shift, above = lse_log2 - maximum;
   const Number lost = (lse_log2 - above) - maximum;
   Number p_factor = exp2_of(above) * inverse * fma(lost, kLn2Of<Number>, Number{1});
   // None beside an infinite lse, or one so large that its last bit is worth more than a factor of 2^32.
@@ -270,8 +272,8 @@ struct OnlineSoftmax {
   }
 
   // Adds up the lanes' sums.
-  __device__ __forceinline__ RowEnd<Number> finish(int mt, int h, Number sink_log2) {
-    return finish_row(max_log2[mt][h], row_sum(sum[mt][h]), sink_log2);
+  __device__ __forceinline__ RowEnd<Number> finish(int mt, int h, Number sink_log2, int shift = 0) {
+    return finish_row(max_log2[mt][h], row_sum(sum[mt][h]), sink_log2, shift);
   }
 
  private:

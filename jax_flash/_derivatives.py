@@ -57,7 +57,10 @@ def forward(arrays: Arrays, options: AttentionOptions) -> tuple[jax.Array, jax.A
 
 
 def residuals(arrays: Arrays, options: AttentionOptions) -> Arrays:
-    """What first derivatives need of the forward pass: out, lse, and p_factor if results are as exact as the dtype."""
+    """What first derivatives need of the forward pass: out, lse, and p_factor if results are as exact as the dtype.
+
+    Calls that are not differentiated have it, too, so that XLA merges them with equal ones that are.
+    """
     dtype = arrays["q"].dtype
     if dtype == jnp.float64 or (dtype == jnp.float32 and options.precision > 0):
         found = _bind(_forward_with_factor_p, arrays, options)
@@ -237,7 +240,7 @@ def _compute_backward_bias(arrays: Arrays, options: AttentionOptions):
 
 
 def _compute_backward_with_bias(arrays: Arrays, options: AttentionOptions):
-    *of_backward, sums = _primitives.backward_with_bias(_corrected(arrays), options)
+    *of_backward, sums = _primitives.backward_with_bias(arrays, options)  # of 16 bits: without p_factor
     return *_with_scale_factor(*of_backward, arrays), _sum_to_bias(sums, arrays)
 
 

@@ -320,6 +320,7 @@ def test_float32_as_planes(call, planes, monkeypatch):
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
     set_local_gpus(monkeypatch, "9.0")
     assert tuple(num_planes(p, **call) for p in passes) == planes
+    assert num_planes(_passes.FORWARD_WITH_FACTOR, **call) == planes[0]
     assert num_planes(_passes.PAGED_FORWARD) == 0
     for capabilities in (["8.0"], ["9.0", "8.0"], []):
         set_local_gpus(monkeypatch, *capabilities)

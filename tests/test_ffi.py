@@ -50,7 +50,17 @@ def call(target: str, platform: str, **changes):
     return jax.block_until_ready(f(*args))
 
 
-def program(target: str, platform: str, *, replace=None, extra=(), drop=0, drop_results=0, **options):
+def program(
+    target: str,
+    platform: str,
+    *,
+    replace=None,
+    extra=(),
+    more_results=None,
+    drop=0,
+    drop_results=0,
+    **options,
+):
     """A jitted call and its arguments; `replace` changes shapes or dtypes by name."""
     args, results = {
         "jax_flash_forward": FORWARD,
@@ -63,6 +73,7 @@ def program(target: str, platform: str, *, replace=None, extra=(), drop=0, drop_
     args = [*args, *extra]
     args = [jnp.zeros(*types[name]) for name in args[: len(args) - drop]]
     results = [jax.ShapeDtypeStruct(*types[name]) for name in results[: len(results) - drop_results]]
+    results += [jax.ShapeDtypeStruct(*x) for x in (more_results or {}).values()]
     if platform == "cuda" and drop_results == 0:
         results += workspace(target, *(types[name][0] for name in "qkv"), has_planes=types["q"][1] == F32)
     attributes = {name: x for name, x in (OPTIONS | options).items() if x is not None}
@@ -132,6 +143,15 @@ BAD_FORWARD = {
     "out of another dtype": (dict(replace={"out": ((2, 4, 6, 16), BF16)}), "out must be float32"),
     "lse of another shape": (dict(replace={"lse": ((2, 6, 4), F32)}), "lse must be float32 of shape"),
     "lse of another dtype": (dict(replace={"lse": ((2, 4, 6), BF16)}), "lse must be float32"),
+    "p_factor of another dtype": (
+        dict(more_results={"p_factor": ((2, 4, 6), BF16)}), "p_factor must be float32 of shape",
+    ),
+    "p_factor of another shape": (
+        dict(more_results={"p_factor": ((2, 6, 4), F32)}), "p_factor must be float32 of shape",
+    ),
+    "p_factor where the rounding of lse does not show": (
+        dict(more_results={"p_factor": ((2, 4, 6), F32)}, precision=np.int64(0)), "results|must be",
+    ),
     "v is missing": (dict(drop=1), "no argument for v"),
     "lse is missing": (dict(drop_results=1), "no result for lse"),
     "one argument too many": (dict(extra=["lengths"]), "expected 3 arguments"),

@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   Source k_source{KvLoader(arguments.k, kv_row0 + first_row, kv_head), blocks};
   Source v_source{KvLoader(arguments.v, kv_row0 + first_row, kv_head), blocks};
   // In pages, the next block's rows are found a block ahead: the reads of page_indices are not waited for.
-  int32_t page_rows[KvLoader::kCopies];
+  typename KvLoader::PageRows page_rows;
   auto find_rows = [&](const BlockSet<kMayHaveMask>& blocks) {
     if (pages && !blocks.is_empty()) {
       KvLoader::find_rows(page_rows, pages, row_of_block(blocks.first()), queries.kv_length);

@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   auto load_from_pages = [&](KvLoader& loader, int item, int row) {
     if constexpr (Config::kMayHavePages) {
       if (!pages) return false;
-      int32_t rows[KvLoader::kCopies];
+      typename KvLoader::PageRows rows;
       KvLoader::find_rows(rows, pages, row, mask.kv_length);
       loader.load_pages(sKv(item % kStages), rows, pages, kv_head, row, mask.kv_length);
       return true;

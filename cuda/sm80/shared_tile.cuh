@@ -133,16 +133,23 @@ class TileLoader {
     }
   }
 
-  // Of the keys in pages, from `key` on, those that this thread copies: their rows in the pages, one after
-  // the other; -1 from key_limit on.
-  __device__ __forceinline__ static void find_rows(int32_t (&rows)[kCopies], const SequencePages& pages,
-                                                   int key, int key_limit) {
+  // Where the keys in pages are that this thread copies. The entries of page_indices are as they were read: a
+  // computation with one would wait for it, and each read would wait for the one before.
+  struct PageRows {
+    int32_t entries[kCopies];
+    int first_row;  // of the first key, in its page
+  };
+
+  // Of the keys from `key` on. Entries from key_limit on are not read.
+  __device__ __forceinline__ static void find_rows(PageRows& rows, const SequencePages& pages, int key,
+                                                   int key_limit) {
     const int r = threadIdx.x / kChunks, size = pages.size();
     const int pages_on = pages.index_of(kRowsAtOnce), rows_on = pages.row_of(kRowsAtOnce);
     int index = pages.index_of(key + r), row = pages.row_of(key + r);
+    rows.first_row = row;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      rows[i] = key + r + i * kRowsAtOnce < key_limit ? pages.page(index) * size + row : -1;
+      if (key + r + i * kRowsAtOnce < key_limit) rows.entries[i] = pages.entry(index);
       index += pages_on;
       row += rows_on;
       if (row >= size) {
@@ -153,9 +160,8 @@ class TileLoader {
   }
 
   // Starts to copy a tile of these keys, of head `head`. The rest as in load.
-  __device__ __forceinline__ void load_pages(Tile tile, const int32_t (&rows)[kCopies],
-                                             const SequencePages& pages, int head, int key,
-                                             int key_limit) const {
+  __device__ __forceinline__ void load_pages(Tile tile, const PageRows& rows, const SequencePages& pages,
+                                             int head, int key, int key_limit) const {
     if (rows_.copy_bytes != 16) {
       load_rows(rows_, tile, [&](int i) -> int64_t {
         if (key + i >= key_limit) return -1;
@@ -170,12 +176,17 @@ class TileLoader {
     const uint32_t to = tile.base + r * Tile::kRowBytes;
     const Element* first =
         static_cast<const Element*>(rows_.data) + int64_t{head} * rows_.head_dim + chunk * kChunkElements;
+    const int size = pages.size(), rows_on = pages.row_of(kRowsAtOnce);
+    int row = rows.first_row;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       const int tile_row = i * kRowsAtOnce;
-      const bool is_valid = rows[i] >= 0 && is_column;
+      const bool is_valid = is_column && key + r + tile_row < key_limit;
+      const int from_row = is_valid ? pages.page_of(rows.entries[i]) * size + row : 0;
       ptx::copy_async<16>(to + tile_row * Tile::kRowBytes + Tile::chunk_offset(r + tile_row, chunk),
-                          is_valid ? first + rows[i] * rows_.stride : first, is_valid);
+                          first + from_row * rows_.stride, is_valid);
+      row += rows_on;
+      if (row >= size) row -= size;
     }
   }
 

@@ -428,6 +428,10 @@ struct ForwardConsumer {
   // block kept? In the loop for masks alone, where registers are left.
   static constexpr bool kReadsMaskAhead = kPolicy.mask == Presence::kAlways && kHeadDim <= 128 && !kIsFine;
 
+  // May the last block of keys have few that count?
+  static constexpr bool kMayBeNarrow = !kPolicy.is_general() && !Config::kIsSplit;
+  static constexpr int kNarrowTiles = 2;
+
   // What depends on the single pair, of the block whose scores are being formed. General form only.
   struct {
     ListEntry entry;
@@ -641,8 +645,9 @@ struct ForwardConsumer {
     return kBlockN * (kPolicy.mask == Presence::kNever ? n : block.entry.unit());
   }
 
-  // From scores of block n to probabilities; true if out must be multiplied by `factor`.
-  template <bool kMasked>
+  // From scores of block n to probabilities; true if out must be multiplied by `factor`. kIsFirst: of the
+  // tile's first block, the last one of keys.
+  template <bool kMasked, bool kIsFirst = false>
   __device__ __forceinline__ bool soften(float (&scores)[1][Config::kBlockN / 8][4], int n) {
     other_half.add_to(scores[0]);
     if constexpr (kPolicy.may_stage_bias()) {
@@ -658,14 +663,33 @@ struct ForwardConsumer {
       if (!block.entry.is_whole(consumer)) fill_unset(scores, block.visible, -INFINITY);
       read_mask_ahead(n - 1);
     }
+    if constexpr (kIsFirst && kMayBeNarrow) {
+      if (uniform(tile().mask.kv_length) - n * kBlockN <= 8 * kNarrowTiles) return soften_first(scores, n);
+    }
     if constexpr (kMasked) hide(scores, n);
     const bool moved = softmax.raise_maximum(scores, logit.scale_log2, factor);
     softmax.exponentiate(scores, logit.scale_log2);
     return moved;
   }
 
+  // The same where only the first kNarrowTiles count, as with the 197 or 257 tokens of an image: exponentials
+  // of the others, a fifth of a row's, would take their time.
+  __device__ __forceinline__ bool soften_first(float (&scores)[1][Config::kBlockN / 8][4], int n) {
+    float first[1][kNarrowTiles][4];
+    for_each_accumulator(
+        first, [&](int, int h, int nt, int c) { first[0][nt][2 * h + c] = scores[0][nt][2 * h + c]; });
+    hide(first, n);
+    const bool moved = softmax.raise_maximum(first, logit.scale_log2, factor);
+    softmax.exponentiate(first, logit.scale_log2);
+    clear(scores);
+    for_each_accumulator(
+        first, [&](int, int h, int nt, int c) { scores[0][nt][2 * h + c] = first[0][nt][2 * h + c]; });
+    return moved;
+  }
+
   // What causality, window and lengths hide of block n.
-  __device__ __forceinline__ void hide(float (&scores)[1][Config::kBlockN / 8][4], int n) {
+  template <int kTiles>
+  __device__ __forceinline__ void hide(float (&scores)[1][kTiles][4], int n) {
     const int row = row0();
     auto hide_ends = [&](const auto& mask) {
       if (n < blocks.whole_begin) fill_before(scores, mask, row, n * kBlockN, -INFINITY);
@@ -729,7 +753,7 @@ struct ForwardConsumer {
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(scores[0]);
     k_ring.release_by_warpgroup();
-    soften</*kMasked=*/true>(scores, blocks.end - 1);
+    soften</*kMasked=*/true, /*kIsFirst=*/true>(scores, blocks.end - 1);
     keep_probabilities(scores, blocks.end - 1);
   }
 
@@ -880,7 +904,7 @@ struct ForwardConsumer {
     begin_rows();
     read_mask_ahead(blocks.end - 1, /*is_first=*/true);
     prepare_pairs(blocks.end - 1);
-    soften</*kMasked=*/true>(scores, blocks.end - 1);
+    soften</*kMasked=*/true, /*kIsFirst=*/true>(scores, blocks.end - 1);
     keep_probabilities(scores, blocks.end - 1);
   }
 
@@ -911,7 +935,7 @@ struct ForwardConsumer {
     const float sink = sink_log2(params, batch, head);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const RowEnd end = softmax.finish(0, h, sink);
+      const RowEnd end = softmax.finish(0, h, sink, kIsFine ? kPlaneTop + 1 : 0);
       normalizer[h] = end.normalizer * (kPolicy.others ? arguments.pairs.kept_factor : 1);
       if constexpr (Config::kPlanes) normalizer[h] = ldexpf(normalizer[h], exponent);
       hidden[h] = end.is_empty;
@@ -1116,7 +1140,7 @@ Status forward(const ForwardParams& params, const LaunchContext& context) {
     }
   }
   const bool use_long = context.forced_tile < 0
-                            ? is_long(kHeadDim, most_keys(params), params.options.is_causal)
+                            ? is_long(kHeadDim, params.seqlen_q, most_keys(params), params.options.is_causal)
                             : context.forced_tile == 1;
   return use_long
              ? launch_forward<ForwardConfig<Arithmetic, kHeadDim, kLong, kNoPairs>, kHeadDim>(params, context)
