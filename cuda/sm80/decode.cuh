@@ -271,24 +271,35 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   Source k_source{KvLoader(arguments.k, kv_row0 + first_row, kv_head), blocks};
   Source v_source{KvLoader(arguments.v, kv_row0 + first_row, kv_head), blocks};
   // In pages, the next block's rows are found a block ahead: the reads of page_indices are not waited for.
+  // Where pages hold whole blocks, a block has one page, and loads like keys in order.
+  const bool has_page_of_block = pages && pages.size() % kBlockN == 0;
   typename KvLoader::PageRows page_rows;
   auto find_rows = [&](const BlockSet<kMayHaveMask>& blocks) {
-    if (pages && !blocks.is_empty()) {
-      KvLoader::find_rows(page_rows, pages, row_of_block(blocks.first()), queries.kv_length);
+    if (!pages || blocks.is_empty()) return;
+    const int row = row_of_block(blocks.first());
+    if (has_page_of_block) {
+      page_rows.entries[0] = pages.entry(pages.index_of(row));
+    } else {
+      KvLoader::find_rows(page_rows, pages, row, queries.kv_length);
     }
   };
   find_rows(blocks);
   auto load_item = [&](Source& source, int stage) {
     if (!source.blocks.is_empty()) {
-      const int block = source.blocks.take();
-      if (pages) {
-        source.loader.load_pages(sKv(stage), page_rows, pages, kv_head, row_of_block(block),
-                                 queries.kv_length);
-        if (&source == &v_source) find_rows(v_source.blocks);
+      const int block = source.blocks.take(), row = row_of_block(block);
+      if (pages && !has_page_of_block) {
+        source.loader.load_pages(sKv(stage), page_rows, pages, kv_head, row, queries.kv_length);
       } else {
-        source.loader.load(sKv(stage), row_of_block(block), queries.kv_length);
-        if (!source.blocks.is_empty()) source.loader.move_rows((source.blocks.first() - block) * kBlockN);
+        if (pages) {
+          const int64_t page = pages.page_of(page_rows.entries[0]);
+          source.loader.move_to(page * pages.size() + pages.row_of(row), kv_head);
+        }
+        source.loader.load(sKv(stage), row, queries.kv_length);
+        if (!pages && !source.blocks.is_empty()) {
+          source.loader.move_rows((source.blocks.first() - block) * kBlockN);
+        }
       }
+      if (&source == &v_source) find_rows(v_source.blocks);
     }
     ptx::copy_async_commit();  // empty groups count, too
   };

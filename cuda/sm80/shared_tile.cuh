@@ -98,12 +98,16 @@ class TileLoader {
 
   // `rows` must outlive the loader. The first tile is head `head` of the rows from `row` on.
   __device__ __forceinline__ TileLoader(const HeadRows& rows, int64_t row, int head) : rows_(rows) {
-    const int r = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
-    from_ = static_cast<const Element*>(rows.data) + (row + r) * rows.stride + int64_t{head} * rows.head_dim +
-            chunk * kChunkElements;
+    move_to(row, head);
   }
 
   __device__ __forceinline__ void move_rows(int rows) { from_ += rows * rows_.stride; }
+  // To head `head` of the rows from `row` on.
+  __device__ __forceinline__ void move_to(int64_t row, int head) {
+    const int r = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+    from_ = static_cast<const Element*>(rows_.data) + (row + r) * rows_.stride +
+            int64_t{head} * rows_.head_dim + chunk * kChunkElements;
+  }
   __device__ __forceinline__ void move_heads(int heads) { from_ += int64_t{heads} * rows_.head_dim; }
 
   // Starts to copy the current tile, whose first row is `row`; completes with the copy group. Rows from
