@@ -27,7 +27,7 @@ struct SequencePages {
   __device__ __forceinline__ int row_of(int key) const { return unsigned(key) % unsigned(size()); }
 
   __device__ __forceinline__ int32_t entry(int index) const { return __ldg(indices + index); }
-  __device__ __forceinline__ int32_t page_of(int32_t entry) const { return params.page(entry); }
+  __device__ __forceinline__ int32_t page_of(int32_t number) const { return params.page(number); }
   __device__ __forceinline__ int32_t page(int index) const { return page_of(entry(index)); }
 };
 

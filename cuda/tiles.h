@@ -264,10 +264,8 @@ constexpr ForwardTile fine_forward_tile(int head_dim, bool general) {
   return {2, 64, 2, 1, 0, true};                                     // 192, 208 KB
 }
 
-// Which of the two tiles is faster, as measured. `keys`: the most that a row sees. A block of 128 keys may be
-// all: 512 sequences of 128, 12 heads of 64, take 137 us, not 152.
-constexpr bool is_long(int head_dim, int64_t queries, int64_t keys, bool is_causal) {
-  if (32 < head_dim && head_dim <= 64 && queries <= 128 && 96 < keys && keys <= 128) return !is_causal;
+// Which of the two tiles is faster, as measured. `keys`: the most that a row sees.
+constexpr bool is_long(int head_dim, int64_t keys, bool is_causal) {
   return keys >= 8192 && (!is_causal || head_dim > 64);
 }
 

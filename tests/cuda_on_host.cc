@@ -231,13 +231,8 @@ void check_tiles() {
     // Lists of visible blocks have blocks of 64 keys.
     EXPECT(sm90::general_forward_tile(head_dim).block_n == 64, "%d", head_dim);
     for (int64_t keys : {64, 8191, 8192, 1 << 20}) {
-      EXPECT(!sm90::is_long(head_dim, 4096, keys, false) || keys >= 8192, "%d", head_dim);
+      EXPECT(!sm90::is_long(head_dim, keys, false) || keys >= 8192, "%d", head_dim);
     }
-    // Unless a block of the long tile has all keys of all rows.
-    EXPECT(sm90::is_long(head_dim, 128, 128, false) == (head_dim == 64), "%d", head_dim);
-    EXPECT(!sm90::is_long(head_dim, 128, 128, true) && !sm90::is_long(head_dim, 129, 128, false), "%d",
-           head_dim);
-    EXPECT(!sm90::is_long(head_dim, 128, 96, false), "%d", head_dim);
     for (const sm90::ForwardTile tile :
          {sm90::forward_tile(head_dim, false), sm90::forward_tile(head_dim, true),
           sm90::split_forward_tile(head_dim, false), sm90::split_forward_tile(head_dim, true)}) {

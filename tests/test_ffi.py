@@ -150,7 +150,8 @@ BAD_FORWARD = {
         dict(more_results={"p_factor": ((2, 6, 4), F32)}), "p_factor must be float32 of shape",
     ),
     "p_factor where the rounding of lse does not show": (
-        dict(more_results={"p_factor": ((2, 4, 6), F32)}, precision=np.int64(0)), "results|must be",
+        dict(more_results={"p_factor": ((2, 4, 6), F32)}, precision=np.int64(0)),
+        "expected 3 arguments and 2 results|plane_scales must be int32",
     ),
     "v is missing": (dict(drop=1), "no argument for v"),
     "lse is missing": (dict(drop_results=1), "no result for lse"),

@@ -21,7 +21,7 @@ from random_cases import RandomCase
 import jax_flash
 
 # Hopper's kernel takes multiples of 8 keys, and copies 16 to 64 of them at a time.
-PAGE_SIZES = 16, 64, 7, 128, 256, 24
+PAGE_SIZES = 16, 64, 7, 128, 256, 24, 192, 100
 
 
 def with_whole_pages(case: Case, page_size: int) -> Case:

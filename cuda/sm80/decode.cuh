@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   Source k_source{KvLoader(arguments.k, kv_row0 + first_row, kv_head), blocks};
   Source v_source{KvLoader(arguments.v, kv_row0 + first_row, kv_head), blocks};
   // In pages, the next block's rows are found a block ahead: the reads of page_indices are not waited for.
-  // Where pages hold whole blocks, a block has one page, and loads like keys in order.
+  // Where pages hold whole blocks, a block has one page, entries[0], and loads like keys in order.
   const bool has_page_of_block = pages && pages.size() % kBlockN == 0;
   typename KvLoader::PageRows page_rows;
   auto find_rows = [&](const BlockSet<kMayHaveMask>& blocks) {

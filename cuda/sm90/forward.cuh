@@ -646,7 +646,7 @@ struct ForwardConsumer {
   }
 
   // From scores of block n to probabilities; true if out must be multiplied by `factor`. kIsFirst: of the
-  // tile's first block, the last one of keys.
+  // tile's first block, which has the last keys that the rows see.
   template <bool kMasked, bool kIsFirst = false>
   __device__ __forceinline__ bool soften(float (&scores)[1][Config::kBlockN / 8][4], int n) {
     other_half.add_to(scores[0]);
@@ -664,7 +664,7 @@ struct ForwardConsumer {
       read_mask_ahead(n - 1);
     }
     if constexpr (kIsFirst && kMayBeNarrow) {
-      if (uniform(tile().mask.kv_length) - n * kBlockN <= 8 * kNarrowTiles) return soften_first(scores, n);
+      if (uniform(tile().mask.kv_length) - n * kBlockN <= 8 * kNarrowTiles) return soften_narrow(scores, n);
     }
     if constexpr (kMasked) hide(scores, n);
     const bool moved = softmax.raise_maximum(scores, logit.scale_log2, factor);
@@ -674,7 +674,7 @@ struct ForwardConsumer {
 
   // The same where only the first kNarrowTiles count, as with the 197 or 257 tokens of an image: exponentials
   // of the others, a fifth of a row's, would take their time.
-  __device__ __forceinline__ bool soften_first(float (&scores)[1][Config::kBlockN / 8][4], int n) {
+  __device__ __forceinline__ bool soften_narrow(float (&scores)[1][Config::kBlockN / 8][4], int n) {
     float first[1][kNarrowTiles][4];
     for_each_accumulator(
         first, [&](int, int h, int nt, int c) { first[0][nt][2 * h + c] = scores[0][nt][2 * h + c]; });
@@ -1140,7 +1140,7 @@ Status forward(const ForwardParams& params, const LaunchContext& context) {
     }
   }
   const bool use_long = context.forced_tile < 0
-                            ? is_long(kHeadDim, params.seqlen_q, most_keys(params), params.options.is_causal)
+                            ? is_long(kHeadDim, most_keys(params), params.options.is_causal)
                             : context.forced_tile == 1;
   return use_long
              ? launch_forward<ForwardConfig<Arithmetic, kHeadDim, kLong, kNoPairs>, kHeadDim>(params, context)
