@@ -264,7 +264,7 @@ def test_one_kernel_computes_all_gradients(
     monkeypatch.setattr(_kernel_choice, "keeps_ds", record)
     on_cpu = platform == "cpu"
     with contextlib.nullcontext() if on_cpu else harness.cuda_settings(kernels="sm80" if portable else ""):
-        got = jax.jit(gradients)(q, k, v, bias)
+        got = jax.block_until_ready(jax.jit(gradients)(q, k, v, bias))
     assert kept == ([] if on_cpu else [harness.is_hopper()])
     monkeypatch.setattr(_kernel_choice, "keeps_ds", lambda *args, **named: False)
     want = jax.jit(lambda *args: gradients(*args))(q, k, v, bias)
