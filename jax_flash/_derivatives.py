@@ -69,7 +69,7 @@ def residuals(arrays: Arrays, options: AttentionOptions) -> Arrays:
 
 
 def named_residuals(arrays: Arrays, options: AttentionOptions) -> Arrays:
-    """The same, named for policies of `jax.checkpoint`."""
+    """The `residuals`, named for policies of `jax.checkpoint`."""
     return {
         name: checkpoint_name(x, f"flash_attention_{'out' if name == 'out' else 'lse'}")
         for name, x in residuals(arrays, options).items()

@@ -78,7 +78,7 @@ def forward(
 def forward_with_factor(
     q: jax.Array, k: jax.Array, v: jax.Array, operands: dict[str, jax.Array], options: AttentionOptions
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The results of `forward`, and what probabilities that follow from lse are to be multiplied by.
+    """Computes the results of `forward`, and a factor of the probabilities that follow from lse.
 
     lse is rounded: with logits of a thousand, by up to 3e-5 in float32, and as much do all probabilities of a row
     differ from those of the forward pass. The factor, [B, T, N] in lse's dtype, makes up for that.
