@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <mutex>
 #include <string>
 #include <string_view>
@@ -102,6 +103,15 @@ std::string describe(cudaError_t error) {
 struct TestSettings {
   std::string kernels, tile, shared_memory_per_block;
 };
+
+struct NamedTile {
+  std::string_view name;
+  ForcedTile tile;
+};
+constexpr NamedTile kForcedTiles[] = {{"", ForcedTile::kNone},
+                                      {"short", ForcedTile::kShort},
+                                      {"long", ForcedTile::kLong},
+                                      {"two_heads", ForcedTile::kTwoHeads}};
 
 const TestSettings kEnvironment = [] {
   const auto read = [](const char* name) -> std::string {
@@ -278,7 +288,10 @@ std::string make_context(const AttentionParams& params, cudaStream_t stream, int
     context->shared_memory_per_block = std::min(context->shared_memory_per_block, std::atoi(limit.c_str()));
   }
   context->only_arch = settings.kernels;
-  context->forced_tile = settings.tile == "long" ? 1 : settings.tile == "short" ? 0 : -1;
+  const auto tile = std::ranges::find(kForcedTiles, std::string_view(settings.tile), &NamedTile::name);
+  if (tile == std::end(kForcedTiles))
+    return "jax_flash: JAX_FLASH_TILE must be short, long or two_heads, got " + settings.tile + ".";
+  context->forced_tile = tile->tile;
   return describe(error);
 }
 

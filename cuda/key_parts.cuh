@@ -98,6 +98,21 @@ struct PartRows {
   }
 };
 
+// Writes a row of out, and its lse, from a warp's accumulators [16, 8 * kTiles] that have all of its sum. By
+// the quad of lanes that has it, as its half h of 8 rows; the first of its columns is first_column.
+template <class Arithmetic, int kTiles>
+__device__ __forceinline__ void write_row(const ForwardParams& params, int batch, int head, int64_t row,
+                                          const RowPart& all, const float (&acc)[1][kTiles][4], int h,
+                                          int first_column = 0) {
+  const RowEnd end = finish_row(all.max_log2, all.sum, sink_log2(params, batch, head));
+  const int head_dim_v = static_cast<int>(params.head_dim_v);
+  auto* to = static_cast<typename Arithmetic::Element*>(params.out) + row * head_dim_v;
+  for_each_run<Arithmetic>(acc, 0, h, [&](int column, const auto& values) {
+    store_run<Arithmetic>(to, first_column + column, head_dim_v, !end.is_empty, end.normalizer, values);
+  });
+  if (first_column == 0 && lane_id() % 4 == 0) end.template store_lse<Arithmetic>(params, row);
+}
+
 // ---- Merging the parts ----
 
 inline constexpr int64_t kGroupParts = 4;

@@ -8,15 +8,17 @@
 
 namespace jax_flash::cuda {
 
+// Which tile tests ask for: that of short or long sequences, or of two heads; in decoding, single parts, or
+// as many as a thread block can merge (kLong).
+enum class ForcedTile { kNone, kShort, kLong, kTwoHeads };
+
 struct LaunchContext {
   cudaStream_t stream;
   int compute_capability;  // 90 for 9.0
   int multiprocessors;
   int shared_memory_per_sm;     // bytes
   int shared_memory_per_block;  // bytes, with the opt-in
-  // For tests: 0 or 1 for the tile of short or long sequences; in decoding, for single parts or as many as a
-  // thread block can merge. -1: as measured.
-  int forced_tile;
+  ForcedTile forced_tile;
 };
 
 // How a launch went. not_served: the kernel does not do what is asked, or not on this card, for example

@@ -65,7 +65,7 @@ def planes_pay(direction: str, q, k, options: AttentionOptions) -> bool:
 def num_key_parts(
     q, k, v, operands: tuple[str, ...], options: AttentionOptions, page_size: int | None = None
 ) -> int:
-    """Into how many parts a forward kernel splits the keys; 0: it does not, or there is no such kernel.
+    """Into how many parts a forward kernel for few queries splits the keys; 0: another kernel runs.
 
     It depends neither on the batch nor on the number of key heads: a sequence has the same bits alone and in a batch,
     and with heads on several devices.
@@ -110,7 +110,11 @@ def _num_parts_of_few_queries(rows: int, keys: int, element_bytes: int, head_dim
 
 
 def _num_parts_of_tiles(seqlen_q: int, group: int, keys: int, head_dim: int) -> int:
-    """The number of parts that takes the least time with 8 key heads, as most models have; 0: none."""
+    """The number of parts that takes the least time with 8 key heads, as most models have; 0: none.
+
+    One part has all keys: then tiles differ from whole ones in that they have rows of several query heads of a key
+    head, and lose fewer. In a large batch it must not take much longer than whole tiles.
+    """
     packed = math.gcd(group, 64)
     rows = seqlen_q * packed
     # split_is_wide in cuda/tiles.h
@@ -122,13 +126,17 @@ def _num_parts_of_tiles(seqlen_q: int, group: int, keys: int, head_dim: int) -> 
 
     def cost(parts: int) -> float:
         """In keys of a tile, as measured at head dim 128: whole tiles have 192 rows; parts are written and merged."""
-        if parts == 1:
+        if parts == 0:
             return 1.2 * keys * -(-whole_tiles // _HOPPER_MULTIPROCESSORS)
         rounds = -(-tiles * parts // _HOPPER_MULTIPROCESSORS)
-        return keys * rounds / parts + 1000 * tiles * parts / _HOPPER_MULTIPROCESSORS
+        merged = 1000 * tiles * parts / _HOPPER_MULTIPROCESSORS if parts > 1 else 0
+        return keys * rounds / parts + merged
 
-    parts = min(range(1, max(1, min(most, keys // shortest)) + 1), key=cost)
-    return parts if parts > 1 else 0
+    # The kernel for few queries takes one part of any number of rows.
+    is_decoding = seqlen_q <= _library.constants()["kDecodeQueries"]
+    may_be_one = packed > 1 and not is_decoding and tiles <= 1.35 * whole_tiles
+    several = range(2, min(most, keys // shortest) + 1)
+    return min((0, *([1] * may_be_one), *several), key=cost)
 
 
 def _is_decoding(q, k, v) -> bool:

@@ -235,12 +235,15 @@ void check_tiles() {
     }
     for (const sm90::ForwardTile tile :
          {sm90::forward_tile(head_dim, false), sm90::forward_tile(head_dim, true),
-          sm90::split_forward_tile(head_dim, false), sm90::split_forward_tile(head_dim, true)}) {
+          sm90::split_forward_tile(head_dim, false), sm90::split_forward_tile(head_dim, true),
+          sm90::has_two_head_forward_tile(head_dim) ? sm90::two_head_forward_tile(head_dim)
+                                                    : sm90::forward_tile(head_dim, false)}) {
       const int columns = tile.out_columns;
-      EXPECT((64 * tile.consumers * tile.q_stages + 2 * tile.stages * tile.block_n) * head_dim * 2 +
-                     64 * tile.consumers * columns * 2 <=
-                 227 * 1024,
-             "%d", head_dim);
+      EXPECT(
+          (64 * tile.consumers * tile.q_stages + 2 * tile.stages * tile.heads * tile.block_n) * head_dim * 2 +
+                  64 * tile.consumers * columns * 2 <=
+              227 * 1024,
+          "%d", head_dim);
       EXPECT(tile.block_n % 16 == 0 && (columns == 0 || head_dim % columns == 0), "%d", head_dim);
     }
   }

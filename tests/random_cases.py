@@ -24,8 +24,9 @@ LONG_LENGTHS = (320, 383, 385, 449, 512, 513, 640, 700, 1025)
 CACHE_LENGTHS = (200, 255, 256, 257, 319, 511, 513, 700, 1000, 1023, 1025, 1300, 2049, 4097, 4500)
 HEAD_DIMS = (*(1, 2, 3, 8, 16, 24, 31, 32, 33, 40, 48, 63, 65, 72, 80, 96, 97, 104, 127), *[64, 128] * 4)
 WIDE_HEAD_DIMS = (129, 136, 160, 191, 192, 193, 200, 224, 255, 256, 257, 300, 384, 448, 512)
-# Of a part of a prompt: too many queries for the kernels of few, over keys that others split (num_key_parts).
-CHUNK_LENGTHS, CHUNK_CACHE_LENGTHS = (17, 24, 33, 48, 64), (4096, 4097, 4500, 6144, 6151)
+# Of a part of a prompt: too many queries for the kernels of few, over keys that others split or take in a single part
+# (num_key_parts).
+CHUNK_LENGTHS, CHUNK_CACHE_LENGTHS = (17, 24, 33, 48, 64), (1030, 1500, 4096, 4097, 4500, 6144, 6151)
 # Of the windows of images: many batch elements of few rows.
 WINDOW_BATCHES, WINDOW_LENGTHS = (32, 49, 64), (7, 16, 25, 36, 49)
 # What differs by powers of two, in float32.

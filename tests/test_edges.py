@@ -703,6 +703,76 @@ def test_a_batch_beyond_whole_rounds_of_thread_blocks(platform):
         np.testing.assert_array_equal(one, parts)
 
 
+TWO_HEADS = {
+    "plain": {},
+    "head dim 32": dict(head_dim=32),
+    "odd number of heads": dict(heads=3, kv_heads=3),
+    "one head": dict(heads=1, kv_heads=1),
+    "grouped": dict(heads=6, kv_heads=2),  # the second pair has heads of two groups
+    "more rows than a tile": dict(queries=270, keys=300),
+    "causal": dict(queries=200, keys=230, is_causal=True),
+    "window": dict(queries=150, keys=400, local_window_size=(90, 5)),
+    "lengths": dict(lengths=True),
+    "sinks, odd number of heads": dict(heads=3, kv_heads=1, sinks=True),
+    "few keys that count": dict(keys=197),
+    "pages": dict(keys=144, lengths=True, page_size=16),
+    "values of 40 columns": dict(head_dim_v=40),
+    "32 columns, odd number of heads": dict(head_dim=32, heads=5, kv_heads=5, head_dim_v=24),
+    "more tiles than multiprocessors": dict(batch=60, queries=70, keys=90, heads=5, kv_heads=5, lengths=True),
+    "infinite values": dict(heads=3, kv_heads=3, infinite=True),
+}
+
+
+@pytest.mark.parametrize("settings", TWO_HEADS.values(), ids=TWO_HEADS.keys())
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_tiles_of_two_heads(settings, dtype, platform):
+    """The bits are those of tiles with one head."""
+    if platform == "cpu":
+        pytest.skip("of CUDA kernels")
+    sizes = dict(batch=3, queries=100, keys=130, heads=4, kv_heads=4, head_dim=64)
+    extras = dict(head_dim_v=None, sinks=False, lengths=False, infinite=False, page_size=None)
+    options = sizes | extras | settings
+    batch, queries, keys, heads, kv_heads, head_dim = map(options.pop, sizes)
+    head_dim_v, has_sinks, has_lengths, is_infinite, page_size = map(options.pop, extras)
+    q = random(batch, queries, heads, head_dim, dtype=DTYPES[dtype])
+    k = random(batch, keys, kv_heads, head_dim, seed=1, dtype=DTYPES[dtype])
+    v = random(batch, keys, kv_heads, head_dim_v or head_dim, seed=2, dtype=DTYPES[dtype])
+    operands = dict(sinks=random(heads, seed=3)) if has_sinks else {}
+    if has_lengths:
+        operands |= dict(
+            query_seq_lengths=np.resize(np.array([queries, 70, 0], np.int32), batch),
+            key_value_seq_lengths=np.resize(np.array([keys - 1, 64, keys], np.int32), batch),
+        )
+    if page_size:
+        k, v, page_indices = harness.in_pages(k, v, operands["key_value_seq_lengths"], page_size)
+        operands |= dict(page_indices=page_indices)
+    if is_infinite:
+        v[0, 3, 0, 0], v[1, 0, 1], k[2, 5, 2] = np.inf, np.nan, np.inf
+    attention = functools.partial(jax_flash.flash_attention, return_residual=True, **options)
+    results = []
+    for tile in ("short", "two_heads"):
+        with harness.cuda_settings(tile=tile):
+            call = jax.jit(lambda *x, **y: attention(*x, **y))
+            results.append(jax.device_get(call(q, k, v, **operands)))
+    for one, two in zip(*results, strict=True):
+        number = np.dtype(f"uint{8 * one.itemsize}")
+        np.testing.assert_array_equal(two.view(number), one.view(number))
+    if not is_infinite:
+        exact = (x.astype(np.float32) for x in (q, k, v))
+        out, lse = attention(*exact, **operands, implementation="xla", precision="highest")
+        np.testing.assert_allclose(results[1][0].astype(np.float32), out, atol=2e-2)
+        np.testing.assert_allclose(results[1][1], lse, rtol=1e-3, atol=1e-3)
+
+
+def test_an_unknown_tile_is_refused(platform):
+    if platform == "cpu":
+        pytest.skip("of CUDA kernels")
+    q = random(1, 8, 1, 16)
+    message = "JAX_FLASH_TILE must be short, long or two_heads, got wide"
+    with harness.cuda_settings(tile="wide"), pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(jax.jit(jax_flash.flash_attention)(q, q, q))
+
+
 @pytest.mark.parametrize("queries", [260, 1])
 def test_replays_in_16_bits_give_the_eager_bits(queries, platform):
     """The bfloat16 forward pass draws tiles from a counter in memory, which each call must reset.

@@ -112,7 +112,8 @@ def workspace(target: str, q, k, v, key_parts: int = 0, has_planes=True) -> list
 
 def parts_of(out: tuple[int, ...], number: int) -> jax.ShapeDtypeStruct:
     """The workspace of a forward call for parts of the keys; `out` is the shape of the output."""
-    return jax.ShapeDtypeStruct((number, *out[:-1], -(-out[-1] // 4) * 4 + 4), F32)
+    batch = 0 if number == 1 else out[0]  # a single part leaves nothing
+    return jax.ShapeDtypeStruct((number, batch, *out[1:-1], -(-out[-1] // 4) * 4 + 4), F32)
 
 
 def operand(name: str, names: str, shape=None, dtype=None) -> dict:

@@ -91,7 +91,7 @@ def test_parts_of_the_query_heads(case, platform, monkeypatch):
     harness.check_operands(gradients, case, "bfloat16", "bfloat16")
 
 
-@pytest.mark.parametrize("parts", [2, 5])
+@pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("queries", [1, 70])
 def test_parts_of_the_keys(queries, parts, platform, monkeypatch):
     if platform == "cpu":

@@ -204,7 +204,6 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     decode_kernel(const __grid_constant__ DecodeArguments arguments) {
   using Arithmetic = typename Config::Arithmetic;
-  using Element = typename Config::Element;
   using Products = sm80::Products<Arithmetic>;
   using QTile = typename Config::QTile;
   using KvTile = typename Config::KvTile;
@@ -443,7 +442,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   if (key_warp > 0) return;
 
   // ---- Write out: a unit, or out and lse ----
-  const int head_dim_v = arguments.v.head_dim;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int row = warp_row + accumulator_row(0, h);
@@ -457,15 +455,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     }
 #pragma unroll
     for (auto& tile : out[0]) add_zero(tile[2 * h]), add_zero(tile[2 * h + 1]);
-    const RowEnd end = finish_row(ends[h].max_log2, ends[h].sum, sink_log2(params, batch, head));
-    Element* to = static_cast<Element*>(params.out) + index * head_dim_v;
-    for_each_run<Arithmetic>(out, 0, h, [&](int column, const auto& values) {
-      store_run<Arithmetic>(to, column, head_dim_v, !end.is_empty, end.normalizer, values);
-    });
-    if (lane_id() % 4 == 0) {
-      end.template store_lse<Arithmetic>(params, index);
-      if (arguments.num_units > 1) parts.set_merged(index);
-    }
+    write_row<Arithmetic>(params, batch, head, index, ends[h], out, h);
+    if (arguments.num_units > 1 && lane_id() % 4 == 0) parts.set_merged(index);
   }
 }
 
@@ -514,8 +505,9 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
     if (ceil_div(num_parts, group_parts) > CombineConfigOf<Config::kHeadDim>::kTeams) group_parts = 1;
   }
   const int64_t groups = ceil_div(num_parts, group_parts) * tiles;
-  const bool is_forced = context.forced_tile >= 0;
-  const bool are_many = is_forced ? context.forced_tile == 1 : 4 * groups >= 3 * context.multiprocessors;
+  const bool is_forced = context.forced_tile != ForcedTile::kNone,
+             is_long = context.forced_tile == ForcedTile::kLong;
+  const bool are_many = is_forced ? is_long : 4 * groups >= 3 * context.multiprocessors;
   const bool takes_groups = group_parts > 1 && are_many;
   const int64_t unit_parts = takes_groups ? group_parts : 1, num_units = ceil_div(num_parts, unit_parts);
   // As the second kernel merges them.
@@ -525,7 +517,7 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
                               params.batch <= kMostCompared;
   int64_t whole_tiles = 0;
   if (may_take_tiles) {
-    whole_tiles = is_forced ? context.forced_tile * tiles : tiles_of_rounds(tiles, context.multiprocessors);
+    whole_tiles = !is_forced ? tiles_of_rounds(tiles, context.multiprocessors) : is_long ? tiles : 0;
   }
 
   const DecodeArguments arguments{params,

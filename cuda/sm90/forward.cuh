@@ -103,7 +103,7 @@ using forward_params = ForwardParams;  // by the direction's name, for kernel.cu
 namespace jax_flash::cuda::sm90 {
 
 struct ForwardArguments {
-  CUtensorMap q_map;    // [B, T, N, H] in boxes of 64 rows: a consumer's, of tile_heads heads
+  CUtensorMap q_map;    // [B, T, N, H] in boxes of 64 rows: a consumer's, of box_heads heads
   CUtensorMap k_map;    // [B, S, K, H] in boxes of kBlockN rows; pages in boxes of box_rows
   CUtensorMap v_map;    // [B, S, K, Hv], likewise
   CUtensorMap out_map;  // [B, T, N, Hv] in boxes of 16 rows: a warp's
@@ -129,6 +129,10 @@ struct ForwardConfig {
   static constexpr bool kIsSplit = kIsSplit_;      // are keys split over tiles? (key_parts.cuh)
   static constexpr int kConsumers = kTile.consumers, kBlockM = 64 * kConsumers, kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages, kQStages = kTile.q_stages;
+  // Each head has the rows of kHeadConsumers consumers, and keys and values of its own.
+  static constexpr int kHeads = kTile.heads, kHeadConsumers = kConsumers / kHeads,
+                       kHeadRows = 64 * kHeadConsumers;
+  static_assert(kConsumers % kHeads == 0 && (kHeads == 1 || (!kPolicy.is_general() && !kIsSplit)));
   static constexpr bool kPingPong = kTile.ping_pong;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   // setmaxnreg redistributes the 168, 128 or 96 registers a thread that the block was launched with.
@@ -144,14 +148,15 @@ struct ForwardConfig {
   using Keys = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/true, kBlockM, kBlockN>;
   using Tile = WorkTile<Keys, kConsumers, kPlanes>;
 
-  // Shared memory, in this order: q [kQStages, kBlockM, kHeadDim], k and v [kStages, kBlockN, kHeadDim] each,
-  // out [kBlockM, out_columns], bias, scores of the other half, WorkTiles, barriers. A tile [rows, kHeadDim]
-  // is kChunks tiles [rows, kRowColumns], swizzled.
+  // Shared memory, in this order: q [kQStages, kBlockM, kHeadDim], k and v [kStages, kHeads, kBlockN,
+  // kHeadDim], out [kBlockM, out_columns], bias, scores of the other half, WorkTiles, barriers. A tile [rows,
+  // kHeadDim] is kChunks tiles [rows, kRowColumns], swizzled.
   static constexpr int kRowColumns = chunk_columns(kHeadDim), kRowBytes = 2 * kRowColumns;
   static constexpr int kChunks = ceil_div(kHeadDim, kRowColumns);
   static constexpr int kQChunkBytes = kBlockM * kRowBytes, kKvChunkBytes = kBlockN * kRowBytes;
   static constexpr int kQPlaneBytes = kChunks * kQChunkBytes, kKvPlaneBytes = kChunks * kKvChunkBytes;
-  static constexpr int kQBytes = kNumPlanes * kQPlaneBytes, kKvBytes = kNumPlanes * kKvPlaneBytes;
+  static constexpr int kQBytes = kNumPlanes * kQPlaneBytes, kHeadKvBytes = kNumPlanes * kKvPlaneBytes,
+                       kKvBytes = kHeads * kHeadKvBytes;
   static constexpr int kK = kQStages * kQBytes, kV = kK + kStages * kKvBytes, kOut = kV + kStages * kKvBytes;
   // out leaves kOutColumns at a time, from its own buffer or from the place of q; if planes, by itself.
   static constexpr bool kOutInQ = !kPlanes && kTile.out_columns == 0;
@@ -186,8 +191,10 @@ struct ForwardShared {
   __device__ uint32_t sQ(int stage, int row) const {
     return base + stage * Config::kQBytes + row * Config::kRowBytes;
   }
-  __device__ uint32_t sK(int stage) const { return base + Config::kK + stage * Config::kKvBytes; }
-  __device__ uint32_t sV(int stage) const { return base + Config::kV + stage * Config::kKvBytes; }
+  __device__ uint32_t sK(int stage, int head) const {
+    return base + Config::kK + stage * Config::kKvBytes + head * Config::kHeadKvBytes;
+  }
+  __device__ uint32_t sV(int stage, int head) const { return sK(stage, head) + Config::kV - Config::kK; }
   // out [kBlockM, kOutColumns] has a buffer of its own or takes the place of q.
   __device__ uint32_t sOut(int q_stage, int row) const {
     return Config::kOutInQ ? sQ(q_stage, row) : base + Config::kOut + row * Config::kRowBytes;
@@ -236,7 +243,7 @@ struct ForwardScheduler {
     for (int index = draw(first_item<Config>());;) {
       typename Config::Tile& tile = shared.tile(tile_ring.stage);
       tile_ring.wait_empty();
-      write_tile<Config::kBlockN, Config::kIsSplit>(schedule, arguments.params, index, tile);
+      write_tile<Config::kBlockN, Config::kIsSplit, Config::kHeads>(schedule, arguments.params, index, tile);
       ptx::barrier_arrive(tile_ring.full());
       if (index >= schedule.num_tiles) return;
       load_q(tile);
@@ -252,7 +259,7 @@ struct ForwardScheduler {
   __device__ __forceinline__ void load_q(const typename Config::Tile& tile) {
     constexpr int kChunks = Config::kNumPlanes * Config::kChunks;
     constexpr int kBytes = kChunks * 64 * Config::kRowBytes;
-    const int tile_heads = Config::kIsSplit ? arguments.schedule.tile_heads : 1;
+    const int box_heads = Config::kIsSplit ? arguments.schedule.tile_heads : 1;
 #pragma unroll 1
     for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
       const uint32_t full = q_ring.full(consumer);
@@ -263,8 +270,10 @@ struct ForwardScheduler {
         const int plane = chunk / Config::kChunks * static_cast<int>(arguments.params.batch);
         ptx::tensor_load(shared.sQ(q_ring.stage, 64 * consumer) + chunk * Config::kQChunkBytes,
                          arguments.q_map, full,
-                         first_column<Config>() + chunk % Config::kChunks * Config::kRowColumns, tile.head,
-                         (tile.m_start + 64 * consumer) / tile_heads, plane + tile.batch, ptx::kEvictFirst);
+                         first_column<Config>() + chunk % Config::kChunks * Config::kRowColumns,
+                         tile.head + consumer / Config::kHeadConsumers,
+                         (tile.m_start + 64 * (consumer % Config::kHeadConsumers)) / box_heads,
+                         plane + tile.batch, ptx::kEvictFirst);
       }
     }
     q_ring.advance();
@@ -278,13 +287,14 @@ inline constexpr int kMinBoxRows = 8;  // the swizzle repeats every 8 rows
 template <class Config, bool kIsKeys>
 struct ForwardLoader {
   static constexpr int kBlockN = Config::kBlockN;
+  static constexpr int kHeadChunks = Config::kNumPlanes * Config::kChunks;  // of a head in a stage
 
   const ForwardArguments& arguments;
   ForwardShared<Config> shared;
   typename ForwardShared<Config>::KvRing ring = kIsKeys ? shared.k_ring() : shared.v_ring();
   typename ForwardShared<Config>::TileRing tile_ring = shared.tile_ring();
   uint32_t tail_parity = 0;
-  int kv_head, batch, kv_length;  // of the tile at hand
+  int kv_heads[Config::kHeads], batch, kv_length;  // of the tile at hand
 
   __device__ __forceinline__ void run() {
     const ForwardParams& params = arguments.params;
@@ -294,7 +304,8 @@ struct ForwardLoader {
       tile_ring.wait_full();
       const typename Config::Tile& tile = shared.tile(tile_ring.stage);
       if (uniform(tile.m_start) < 0) return;
-      kv_head = uniform(tile.head) / group;
+#pragma unroll
+      for (int i = 0; i < Config::kHeads; ++i) kv_heads[i] = (uniform(tile.head) + i) / group;
       batch = uniform(tile.batch);
       kv_length = uniform(tile.mask.kv_length);
       const int n_begin = uniform(tile.blocks.begin), n_last = uniform(tile.blocks.end) - 1;
@@ -336,7 +347,7 @@ struct ForwardLoader {
 
  private:
   __device__ __forceinline__ uint32_t sKv(int stage) const {
-    return kIsKeys ? shared.sK(stage) : shared.sV(stage);
+    return kIsKeys ? shared.sK(stage, 0) : shared.sV(stage, 0);
   }
 
   // A block in pages is loaded by as many lanes as it has boxes, so that they look up pages at the same time;
@@ -365,12 +376,12 @@ struct ForwardLoader {
     if (loads_by_warp()) __syncwarp();
     if (box.to >= kBlockN) return;
 #pragma unroll
-    for (int chunk = 0; chunk < Config::kNumPlanes * Config::kChunks; ++chunk) {
-      const int plane = chunk / Config::kChunks * static_cast<int>(arguments.params.batch);
+    for (int chunk = 0; chunk < Config::kHeads * kHeadChunks; ++chunk) {
+      const int plane = chunk % kHeadChunks / Config::kChunks * static_cast<int>(arguments.params.batch);
       ptx::tensor_load(sKv(stage) + chunk * Config::kKvChunkBytes + box.to * Config::kRowBytes,
                        kIsKeys ? arguments.k_map : arguments.v_map, barrier,
-                       first_column<Config>() + chunk % Config::kChunks * Config::kRowColumns, kv_head,
-                       box.row, plane + box.outer, ptx::kEvictLast);
+                       first_column<Config>() + chunk % Config::kChunks * Config::kRowColumns,
+                       kv_heads[chunk / kHeadChunks], box.row, plane + box.outer, ptx::kEvictLast);
     }
   }
 
@@ -383,7 +394,7 @@ struct ForwardLoader {
     ptx::barrier_wait(shared.v_tail(), tail_parity);
     tail_parity ^= 1;
     static_assert(Config::kKvChunkBytes == kBlockN * Config::kRowBytes);
-    clear_tail<Config::kNumPlanes * Config::kChunks, kBlockN, Config::kRowBytes>(sKv(ring.stage), rows);
+    clear_tail<Config::kHeads * kHeadChunks, kBlockN, Config::kRowBytes>(sKv(ring.stage), rows);
     if (ptx::elect_one()) ptx::barrier_arrive(ring.full());
     ring.advance();
   }
@@ -489,14 +500,21 @@ struct ForwardConsumer {
   }
   __device__ __forceinline__ void wait_group() { ptx::named_barrier_wait(1 + kConsumers + consumer, 128); }
 
-  // The first of this warp's 16 rows, in the tile. The producer's four warps come first.
-  __device__ __forceinline__ int warp_row() const { return (threadIdx.x / 32 - 4) * 16; }
+  // The first of this warp's 16 rows, in the tile, and of its head. The producer's four warps come first.
+  __device__ __forceinline__ int tile_row() const { return (threadIdx.x / 32 - 4) * 16; }
+  __device__ __forceinline__ int warp_row() const {
+    return Config::kHeads == 1 ? tile_row() : tile_row() % Config::kHeadRows;
+  }
+  // Which one of the tile's heads these rows are of.
+  __device__ __forceinline__ int tile_head() const {
+    return Config::kHeads == 1 ? 0 : consumer / Config::kHeadConsumers;
+  }
 
   // ---- Tiles ----
 
   __device__ __forceinline__ const Tile& tile() const { return shared.tile(tile_ring.stage); }
 
-  // The same, of all rows of the tile's head.
+  // The first of this warp's rows, of all rows of its head.
   __device__ __forceinline__ int row0() const { return uniform(tile().m_start) + warp_row(); }
   __device__ __forceinline__ Pairs<false, const PairHead<false>&> pairs() const {
     return {arguments.params, arguments.pairs, tile().pairs};
@@ -744,7 +762,7 @@ struct ForwardConsumer {
     q_ring.wait_full(consumer);
     k_ring.wait_full();
     sQ = uniform(shared.sQ(q_ring.stage, 64 * consumer));
-    const uint32_t sK = shared.sK(uniform(k_ring.stage));
+    const uint32_t sK = shared.sK(uniform(k_ring.stage), tile_head());
     ping_pong_wait();
     issue_scores(scores, sK);
     ping_pong_arrive();
@@ -763,7 +781,8 @@ struct ForwardConsumer {
     const auto v_ring = shared.v_ring().at(k_ring);
     k_ring.advance();
     float scores[1][Config::kBlockN / 8][4];
-    const uint32_t sK = shared.sK(uniform(k_ring.stage)), sV = shared.sV(uniform(v_ring.stage));
+    const uint32_t sK = shared.sK(uniform(k_ring.stage), tile_head()),
+                   sV = shared.sV(uniform(v_ring.stage), tile_head());
     k_ring.wait_full();
     ping_pong_wait();
     issue_scores(scores, sK);
@@ -814,7 +833,8 @@ struct ForwardConsumer {
   // differently.
   __device__ __forceinline__ bool end_tile() {
     // ---- Leave the tile, but for what is needed to write out ----
-    const int m_start = uniform(tile().m_start), head = uniform(tile().head), batch = uniform(tile().batch);
+    const int m_start = uniform(tile().m_start), head = uniform(tile().head) + tile_head(),
+              batch = uniform(tile().batch);
     const int part = Config::kIsSplit ? uniform(tile().part) : 0;
     int out_exponent = 0;
     if constexpr (Config::kPlanes) out_exponent = uniform(tile().out_exponent);
@@ -872,7 +892,8 @@ struct ForwardConsumer {
     q_ring.wait_full(consumer);
     k_ring.wait_full();
     sQ = uniform(shared.sQ(q_ring.stage, 64 * consumer));
-    const uint32_t sK = shared.sK(uniform(k_ring.stage)), sV = shared.sV(uniform(v_ring.stage));
+    const uint32_t sK = shared.sK(uniform(k_ring.stage), tile_head()),
+                   sV = shared.sV(uniform(v_ring.stage), tile_head());
     ping_pong_wait();
     issue_scores(scores, sK);
     v_ring.wait_full();
@@ -890,7 +911,7 @@ struct ForwardConsumer {
     if (!is_empty) {
       const auto v_ring = shared.v_ring().at(k_ring);
       v_ring.wait_full();
-      issue_values(shared.sV(uniform(v_ring.stage)));
+      issue_values(shared.sV(uniform(v_ring.stage), tile_head()));
       ptx::wgmma_wait<0>();
       take_values();
       v_ring.release_by_warpgroup();
@@ -908,19 +929,25 @@ struct ForwardConsumer {
     keep_probabilities(scores, blocks.end - 1);
   }
 
-  // ---- Write a part of the sums, before they are normalized ----
+  // ---- Write a part of the sums before they are normalized, or out and lse if it is the only one ----
 
   __device__ __forceinline__ void write_part(int m_start, int head, int batch, int part) {
     const ForwardParams& params = arguments.params;
     const GroupRows rows(params, arguments.schedule.tile_heads);
+    const bool is_only = arguments.schedule.num_parts == 1;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const RowPart end{softmax.max_log2[0][h], row_sum(softmax.sum[0][h])};
       const int row = m_start + warp_row() + accumulator_row(0, h);
       if (row >= rows.count) continue;
-      const int64_t query = int64_t{batch} * params.seqlen_q + rows.query(row);
-      PartRows(params).store<Arithmetic>(part, query * params.num_heads + head + rows.head(row), end, out, h,
-                                         first_column<Config>());
+      const int own_head = head + rows.head(row);
+      const int64_t query = int64_t{batch} * params.seqlen_q + rows.query(row),
+                    index = query * params.num_heads + own_head;
+      if (is_only) {
+        write_row<Arithmetic>(params, batch, own_head, index, end, out, h, first_column<Config>());
+      } else {
+        PartRows(params).store<Arithmetic>(part, index, end, out, h, first_column<Config>());
+      }
     }
   }
 
@@ -932,7 +959,9 @@ struct ForwardConsumer {
     const int row0 = m_start + warp_row();
     float normalizer[2];
     bool hidden[2];
-    const float sink = sink_log2(params, batch, head);
+    // The last tile of an odd number of heads has a head that does not exist.
+    const bool has_head = Config::kHeads == 1 || head < params.num_heads;
+    const float sink = sink_log2(params, batch, has_head ? head : 0);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const RowEnd end = softmax.finish(0, h, sink, kIsFine ? kPlaneTop + 1 : 0);
@@ -940,7 +969,7 @@ struct ForwardConsumer {
       if constexpr (Config::kPlanes) normalizer[h] = ldexpf(normalizer[h], exponent);
       hidden[h] = end.is_empty;
       const int row = row0 + accumulator_row(0, h);
-      if (first_column<Config>() == 0 && lane_id() % 4 == 0 && row < seqlen_q) {
+      if (first_column<Config>() == 0 && lane_id() % 4 == 0 && row < seqlen_q && has_head) {
         end.template store_lse<typename Config::CallArithmetic>(
             params, (int64_t{batch} * seqlen_q + row) * params.num_heads + head);
       }
@@ -956,7 +985,7 @@ struct ForwardConsumer {
       rows.store(out, normalizer, batch, head, row0, 0);
       return;
     }
-    const uint32_t sOut = shared.sOut(q_stage, warp_row());
+    const uint32_t sOut = shared.sOut(q_stage, tile_row());
 #pragma unroll
     for (int column = 0; column < kHeadDim; column += Config::kOutColumns) {
       if (lane_id() == 0) ptx::tensor_store_wait_read();  // the store before has left the buffer
@@ -1055,10 +1084,10 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
   using Element = typename Config::Element;
   ForwardArguments arguments{.params = params, .logit = LogitScale(params), .pairs = PairOptions(params)};
   // A box of queries has whole rows of these heads.
-  const int tile_heads = Config::kIsSplit ? packed_heads(params) : 1;
+  const int box_heads = Config::kIsSplit ? packed_heads(params) : 1;
   int* const counter = Config::kPlanes ? PlaneScales::tile_counter(params) : params.tile_counter;
-  if (!make_schedule(params, Config::kBlockM, Config::kIsSplit ? params.num_key_parts : 1, tile_heads,
-                     counter, context, &arguments.schedule)) {
+  if (!make_schedule(params, Config::kBlockM, Config::kIsSplit ? params.num_key_parts : 1,
+                     Config::kIsSplit ? box_heads : Config::kHeads, counter, context, &arguments.schedule)) {
     return Status::not_served();
   }
   // Each block would draw a tile of its own.
@@ -1072,8 +1101,8 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
   constexpr int kColumns = Config::kRowColumns, kPlanes = Config::kNumPlanes;
   const auto [q, k, v, _] = product_inputs<Config::kPlanes>(params, nullptr);
   const bool has_maps =
-      make_tensor_map<Element, kColumns>(q, kPlanes * B, T, N, H, 64 / tile_heads, &arguments.q_map,
-                                         tile_heads) &&
+      make_tensor_map<Element, kColumns>(q, kPlanes * B, T, N, H, 64 / box_heads, &arguments.q_map,
+                                         box_heads) &&
       make_tensor_map<Element, kColumns>(k, kPlanes * outer, rows, K, H, box_rows, &arguments.k_map) &&
       make_tensor_map<Element, kColumns>(v, kPlanes * outer, rows, K, Hv, box_rows, &arguments.v_map) &&
       (Config::kPlanes ||
@@ -1093,7 +1122,7 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
   }
   const Status status = launch_tiles<Config>(forward_kernel<Config>, blocks, context, arguments);
   if constexpr (Config::kIsSplit) {
-    if (!status.failed()) {
+    if (!status.failed() && params.num_key_parts > 1) {
       return launch_combine<typename Config::Arithmetic, kHeadDim>(
           params, context, combine_run<kHeadDim>(params.num_key_parts));
     }
@@ -1132,16 +1161,29 @@ Status forward(const ForwardParams& params, const LaunchContext& context) {
     return launch_forward<ForwardConfig<Arithmetic, kHeadDim, kGeneral, kPolicy>, kHeadDim>(params, context);
   }
   if constexpr (kIs16Bit<Arithmetic>) {
-    if (params.num_key_parts > 1) {
-      const bool is_wide = context.forced_tile < 0 ? split_is_wide(params.seqlen_q * packed_heads(params))
-                                                   : context.forced_tile == 1;
+    if (params.num_key_parts > 0) {
+      const bool is_wide = context.forced_tile == ForcedTile::kNone
+                               ? split_is_wide(params.seqlen_q * packed_heads(params))
+                               : context.forced_tile == ForcedTile::kLong;
       return is_wide ? launch_parts<Arithmetic, kHeadDim, true>(params, context)
                      : launch_parts<Arithmetic, kHeadDim, false>(params, context);
     }
   }
-  const bool use_long = context.forced_tile < 0
+  const bool use_long = context.forced_tile == ForcedTile::kNone
                             ? is_long(kHeadDim, most_keys(params), params.options.is_causal)
-                            : context.forced_tile == 1;
+                            : context.forced_tile == ForcedTile::kLong;
+  if constexpr (kIs16Bit<Arithmetic> && has_two_head_forward_tile(kHeadDim)) {
+    const bool use_two_heads =
+        context.forced_tile == ForcedTile::kNone
+            ? !use_long && is_faster_by_two_heads(params.batch, params.seqlen_q, params.num_heads,
+                                                  context.multiprocessors)
+            : context.forced_tile == ForcedTile::kTwoHeads;
+    if (use_two_heads) {
+      constexpr ForwardTile kTwoHeads = two_head_forward_tile(kHeadDim);
+      return launch_forward<ForwardConfig<Arithmetic, kHeadDim, kTwoHeads, kNoPairs>, kHeadDim>(params,
+                                                                                                context);
+    }
+  }
   return use_long
              ? launch_forward<ForwardConfig<Arithmetic, kHeadDim, kLong, kNoPairs>, kHeadDim>(params, context)
              : launch_forward<ForwardConfig<Arithmetic, kHeadDim, kShort, kNoPairs>, kHeadDim>(params,

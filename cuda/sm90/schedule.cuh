@@ -9,7 +9,7 @@
 //
 // Where a few rows see many keys, a tile is a part of the keys of its rows, so that there are enough tiles.
 // These rows are of several query heads of a key head (group_rows.cuh), so that few rows of a tile are lost;
-// here they count as rows of one head.
+// here they count as rows of one head. So do those of a tile of two heads.
 #pragma once
 
 #include <algorithm>
@@ -42,14 +42,15 @@ struct Schedule {
 inline bool make_schedule(const ForwardParams& params, int block_m, int64_t num_parts, int64_t tile_heads,
                           int* counter, const LaunchContext& context, Schedule* schedule) {
   constexpr int64_t kSectionBytes = 18 << 20;  // of keys and values: 9 and 33 MB were slower on 50 MB of L2
-  const int64_t num_heads = params.num_heads / tile_heads, total_heads = params.batch * num_heads;
+  const int64_t num_heads = ceil_div(params.num_heads, tile_heads), total_heads = params.batch * num_heads;
   const int64_t num_m_blocks = ceil_div(params.seqlen_q * tile_heads, block_m);
   const int64_t num_tiles = total_heads * num_m_blocks * num_parts;
   if (num_tiles > std::numeric_limits<int32_t>::max() - context.multiprocessors) return false;
-  const int64_t group = num_heads / params.num_kv_heads;
+  const int64_t group = std::max<int64_t>(num_heads / params.num_kv_heads, 1);
   const int64_t head_bytes = 2 * params.seqlen_kv * (params.head_dim + params.head_dim_v);
-  const int64_t num_sections = ceil_div(total_heads / group * head_bytes, kSectionBytes);
-  const int64_t section_heads = group * ceil_div(total_heads / group, std::max<int64_t>(num_sections, 1));
+  const int64_t num_sections = ceil_div(params.batch * params.num_kv_heads * head_bytes, kSectionBytes);
+  const int64_t section_heads =
+      group * ceil_div(ceil_div(total_heads, group), std::max<int64_t>(num_sections, 1));
   *schedule = {static_cast<int>(num_m_blocks), static_cast<int>(num_parts),
                static_cast<int>(tile_heads),   static_cast<int>(num_heads),
                static_cast<int>(total_heads),  static_cast<int>(section_heads),
@@ -74,7 +75,7 @@ struct PlaneTile {
   int score_exponent, out_exponent;
 };
 
-// A tile of rows of one head, and what its rows see, or see of a part of the keys.
+// A tile of rows, and what its rows see, or see of a part of the keys.
 template <class Keys, int kConsumers, bool kPlanes = false>
 struct WorkTile : If<Keys::kMayBeListed, PairTile<Keys>>, If<kPlanes, PlaneTile> {
   int m_start;  // -1: there are no more tiles
@@ -88,9 +89,10 @@ struct WorkTile : If<Keys::kMayBeListed, PairTile<Keys>>, If<kPlanes, PlaneTile>
 
 // Fills in tile number `index`, field by field because the thread has few registers. Where a list gives the
 // visible blocks (Keys), blocks are counted along the list.
-template <int kBlockN, bool kIsSplit, class Keys, int kConsumers, bool kPlanes>
+template <int kBlockN, bool kIsSplit, int kHeads, class Keys, int kConsumers, bool kPlanes>
 __device__ __forceinline__ void write_tile(const Schedule& schedule, const ForwardParams& params, int index,
                                            WorkTile<Keys, kConsumers, kPlanes>& tile) {
+  constexpr int kHeadConsumers = kConsumers / kHeads;
   if (index >= schedule.num_tiles) {
     tile.m_start = -1;
     return;
@@ -102,12 +104,12 @@ __device__ __forceinline__ void write_tile(const Schedule& schedule, const Forwa
   const int first_head = section * schedule.section_heads;
   const int heads = min(schedule.section_heads, schedule.total_heads - first_head);
   const int from_last = in_section / heads, part = from_last % num_parts;
-  const int m_start = (schedule.num_m_blocks - 1 - from_last / num_parts) * 64 * kConsumers;
+  const int m_start = (schedule.num_m_blocks - 1 - from_last / num_parts) * 64 * kHeadConsumers;
   const int head_and_batch = first_head + in_section - from_last * heads;
   const int batch = head_and_batch / schedule.num_heads;
   const Mask mask(params, batch);
   tile.m_start = m_start;
-  tile.head = (head_and_batch - batch * schedule.num_heads) * (kIsSplit ? schedule.tile_heads : 1);
+  tile.head = (head_and_batch - batch * schedule.num_heads) * schedule.tile_heads;
   tile.batch = batch;
   tile.mask = mask;
   // Of rows from m_start + row on. Those beyond the end of out are neither masked nor written.
@@ -120,7 +122,7 @@ __device__ __forceinline__ void write_tile(const Schedule& schedule, const Forwa
                                       min(rows, static_cast<int>(params.seqlen_q) - m_start - row));
     }
   };
-  KeyBlocks blocks = key_blocks(0, 64 * kConsumers);
+  KeyBlocks blocks = key_blocks(0, 64 * kHeadConsumers);
   // The parts divide evenly what the tile sees; fewer keys would take less time than starting.
   constexpr int kMinPartBlocks = 512 / kBlockN;
   const int part_blocks = max((blocks.end - blocks.begin + num_parts - 1) / num_parts, kMinPartBlocks);
@@ -161,7 +163,7 @@ __device__ __forceinline__ void write_tile(const Schedule& schedule, const Forwa
       tile.rows[i] = rows;
       continue;
     }
-    KeyBlocks rows = of_part(key_blocks(64 * i, 64));
+    KeyBlocks rows = of_part(key_blocks(64 * (i % kHeadConsumers), 64));
     if (rows.is_empty()) rows.begin = rows.end = blocks.begin;
     tile.rows[i] = rows;
   }
