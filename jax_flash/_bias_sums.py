@@ -11,10 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _reference
-from ._operands import sum_dtype
+from ._operands import Arrays, sum_dtype
 from ._options import AttentionOptions
-
-Arrays = dict[str, jax.Array]
 
 # The kernel leaves out what these hide.
 _LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")

@@ -16,10 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import _dropout, _reference
-from ._operands import AXES, OPERANDS, is_directed
+from ._operands import AXES, OPERANDS, Arrays, is_directed
 from ._options import AttentionOptions
-
-Arrays = dict[str, jax.Array]
 
 _SCORES = 2**22  # of one block, for all batch elements, heads and directions
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 512

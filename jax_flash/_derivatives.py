@@ -37,10 +37,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, partial_eval
 
 from . import _checks, _partitioning, _primitives, _sharding
-from ._operands import DIFFERENTIABLE, OPERANDS, is_broadcastable, is_directed
+from ._operands import DIFFERENTIABLE, OPERANDS, Arrays, is_broadcastable, is_directed
 from ._options import AttentionOptions
-
-Arrays = dict[str, jax.Array]
 
 _PRIMALS = ("q", "k", "v", *(operand.name for operand in OPERANDS))
 _RESULTS = ("out", "lse")

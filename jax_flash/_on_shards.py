@@ -15,11 +15,9 @@ from jax.extend.core import Primitive
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import _dropout, _halo, _head_exchange, _partitioning, _sharding, _subsequence
-from ._operands import AXES, POOLED, first_batch_axis, has_keys, is_broadcastable, sum_dtype
+from ._operands import AXES, POOLED, Arrays, first_batch_axis, has_keys, is_broadcastable, sum_dtype
 from ._options import AttentionOptions
 from ._passes import Pass, bind, whole_keys
-
-Arrays = dict[str, jax.Array]
 
 
 def bind_on_shards(call: Pass, inner: Primitive, whole_mesh: Mesh | None, *args: jax.Array, **params):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+
+Arrays = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)

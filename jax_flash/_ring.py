@@ -28,10 +28,8 @@ from jax.typing import ArrayLike
 
 from . import _attention, _checks, _derivatives, _dropout, _reference, _sharding, _subsequence
 from ._alibi import Alibi
-from ._operands import AXES, DIFFERENTIABLE, PART_OF_LSE, sum_dtype
+from ._operands import AXES, DIFFERENTIABLE, PART_OF_LSE, Arrays, sum_dtype
 from ._options import AttentionOptions, describe, static_bool, static_int
-
-Arrays = dict[str, jax.Array]
 
 # What travels. Of masks and biases each device has its rows, with all keys.
 _TRAVELLING = ("k", "v", "key_value_segment_ids")

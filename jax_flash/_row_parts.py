@@ -11,11 +11,9 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from . import _library, _subsequence
-from ._operands import AXES, is_broadcastable
+from ._operands import AXES, Arrays, is_broadcastable
 from ._options import AttentionOptions
 from ._passes import BACKWARD_BIAS, bind
-
-Arrays = dict[str, jax.Array]
 
 
 def sum_of_blocks(kernel: Primitive, arrays: Arrays, options: AttentionOptions) -> list[jax.Array]:

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from . import _dropout
+from ._operands import Arrays
 from ._options import AttentionOptions
-
-Arrays = dict[str, jax.Array]
 
 _INT32 = jnp.iinfo(jnp.int32)
 
