@@ -127,7 +127,7 @@ void ForwardBlock(const ForwardParams& params, int64_t batch, int64_t kv_head, i
     // ---- Load q and transpose it; find the block's range of keys ----
     LoadRows(q, block_first, block_first + rows, nullptr, scratch.q, head_dim, lanes_end);
     Transpose(scratch.q, head_dim, lanes_end, head_dim, scratch.q_t, kForwardM);
-    Zero(scratch.out, kForwardM * width_v);
+    Zero(scratch.out, RoundUp(rows, kRowStep) * width_v);
     for (int64_t row = 0; row < kForwardM; ++row) {
       // A sink acts as a first key without a value.
       scratch.max[row] = sink(block_first + row);

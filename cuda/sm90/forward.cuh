@@ -8,6 +8,9 @@
 //   warps 1, 2  load keys; load values
 //   warps 4...  consumers: scores, softmax, out
 //
+// The rows are of one head, or of two (ForwardTile::heads): then each has half of the consumers, and a stage
+// has keys or values of both.
+//
 // A consumer walks the tile's blocks of keys from the last to the first. It issues the scores of a block
 // together with p v of the block before, and computes the softmax while p v still runs. Two more overlaps
 // keep the tensor cores busy: ping-pong between consumers, and overlap across tiles (end_tile).
