@@ -155,9 +155,10 @@ T LogitCap(const AttentionParams& params) {
   return static_cast<T>(params.options.logits_soft_cap);
 }
 
-// scale * s, capped. The derivative of the cap is 1 - (s / cap)^2 of the result.
+// scale * s, capped. The derivative of the cap is 1 - (s / cap)^2 of the result. All passes round it alike:
+// lse is of these logits.
 template <typename T>
 INLINE Vec<T> Logits(Vec<T> products, T scale, T cap) {
   const Vec<T> s = products * scale;
-  return cap > 0 ? cap * Tanh<T>(s / cap) : s;
+  return Rounded(cap > 0 ? cap * Tanh<T>(s / cap) : s);
 }

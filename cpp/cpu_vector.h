@@ -29,6 +29,18 @@ INLINE Vec<T> Broadcast(T x) {
   return x - Vec<T>{};  // x - 0 is x for every x, also -0
 }
 
+// x as a register holds it. Else the compiler may fuse the product that x is with what is subtracted from it,
+// and use another x than where it was stored.
+template <typename V>
+INLINE V Rounded(V x) {
+#if defined(__x86_64__)
+  asm("" : "+x"(x));
+#else
+  asm("" : "+w"(x));
+#endif
+  return x;
+}
+
 // ---- exp and tanh ----
 
 template <typename T>

@@ -82,18 +82,22 @@ def backward_tangent(arrays: Arrays, options: AttentionOptions) -> tuple[jax.Arr
     return tuple(sums[name].astype(arrays["q"].dtype) for name in ("tdq", "tdk", "tdv"))
 
 
-def backward_bias_tangent(arrays: Arrays, options: AttentionOptions) -> tuple[jax.Array]:
-    """The derivative of ds, summed to the shape of the bias; that of the slopes, [D, B, N, 1, 1]."""
+def backward_bias_tangent(arrays: Arrays, options: AttentionOptions, *, batch: int) -> tuple[jax.Array]:
+    """The derivative of ds, summed to the shape of the bias; that of the slopes, [D, B, N, 1, 1].
+
+    batch: that of the result. Each of its elements is the sum of as many neighbors.
+    """
     bias = arrays.get("bias")
     sizes = arrays["q"].shape[-3], arrays["k"].shape[-3]
-    candidates = (-4, -3) if bias is not None and bias.shape[-2:] == sizes else (-2, -1)
+    candidates = (-3,) if bias is not None and bias.shape[-2:] == sizes else (-2, -1)
     axes = [axis for axis in candidates if bias is None or bias.shape[axis] == 1]
 
     def parts(block: _Block) -> Arrays:
         _, tds, _ = block.gradients_in_t()
         if bias is None:
             tds = -tds * block.distances
-        return {"tdbias": jnp.sum(tds, axes, keepdims=True)}
+        neighbors = tds.reshape(*tds.shape[:-4], batch, -1, *tds.shape[-3:])
+        return {"tdbias": jnp.sum(jnp.sum(neighbors, -4), axes, keepdims=True)}
 
     return (_sum_over_blocks(parts, {"tdbias": "nts"}, arrays, options)["tdbias"],)
 

@@ -487,6 +487,14 @@ def _lower_backward_tangent_cuda(call: Pass, ctx, *args, **params):
     return _lower_blocked(_blocked.backward_tangent, call, ctx, *args, **params)
 
 
+def _lower_backward_bias_tangent(call: Pass, ctx, *args, **params):
+    (tdbias,) = ctx.avals_out
+    # A bias may have outer batch axes, of vmap's, that are not summed over.
+    batch = math.prod(tdbias.shape[1:-3])
+    compute = functools.partial(_blocked.backward_bias_tangent, batch=batch)
+    return _lower_blocked(compute, call, ctx, *args, **params)
+
+
 def _lower_tangent_cuda(call: Pass, ctx, *args, **params):
     # The forward pass, which runs before it, refuses what no kernel serves.
     if _kernel_choice.has_tangent_kernel(*ctx.avals_in[:3]):
@@ -544,10 +552,6 @@ def _define_call(call: Pass, abstract_eval: Callable, *, name: str, **lowerings:
 _KERNELS = dict(cpu=_lower_cpu, cuda=_lower_cuda)
 
 
-def _without_kernels(compute: Callable) -> dict[str, Callable]:
-    return dict.fromkeys(_KERNELS, functools.partial(_lower_blocked, compute))
-
-
 _forward_p = _define_pass(FORWARD, forward_avals, **_KERNELS)
 _forward_with_factor_p = _define_pass(FORWARD_WITH_FACTOR, forward_with_factor_avals, **_KERNELS)
 paged_forward_p = _define_pass(PAGED_FORWARD, forward_avals, name="jax_flash_paged_forward", **_KERNELS)
@@ -590,7 +594,7 @@ _tangent_p = _define_pass(
 _second_tangent_p = _define_pass(
     SECOND_TANGENT,
     functools.partial(_tangent_avals, SECOND_TANGENT),
-    **_without_kernels(_blocked.second_tangent),
+    **dict.fromkeys(_KERNELS, functools.partial(_lower_blocked, _blocked.second_tangent)),
 )
 _backward_tangent_p = _define_pass(
     BACKWARD_TANGENT,
@@ -601,5 +605,5 @@ _backward_tangent_p = _define_pass(
 _backward_bias_tangent_p = _define_pass(
     BACKWARD_BIAS_TANGENT,
     _backward_bias_tangent_avals,
-    **_without_kernels(_blocked.backward_bias_tangent),
+    **dict.fromkeys(_KERNELS, _lower_backward_bias_tangent),
 )

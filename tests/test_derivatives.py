@@ -369,6 +369,33 @@ def test_negative_lengths_see_no_key():
     assert not np.any(jax.jit(jax.hessian(f))(jnp.zeros((1, 1, 1, 8))))
 
 
+@pytest.mark.parametrize(
+    ("batch", "shape"),
+    [
+        (2, (1, 2, 7, 9)),
+        (2, (1, 1, 7, 9)),
+        (2, (2, 2, 7, 9)),
+        (2, (1, 2, 1, 9)),
+        (2, (1, 1, 1, 1)),
+        (1, (1, 2, 7, 9)),
+    ],
+    ids=str,
+)
+def test_vmap_of_second_derivatives_by_a_bias(batch, shape, platform):
+    """The bias is not mapped, and each mapped element has a sum over its own batch."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((3, batch, 7, 2, 8)).astype(np.float32)
+    k, v, bias = (rng.standard_normal(x).astype(np.float32) for x in (*[(batch, 9, 2, 8)] * 2, shape))
+
+    def second(q):
+        f = functools.partial(jax_flash.flash_attention, forward_mode=True)
+        gradient = jax.grad(lambda q, bias: jnp.sum(f(q, k, v, bias) ** 2), 1)
+        return jax.jvp(lambda q: gradient(q, bias), (q,), (q,))[1]
+
+    each = np.stack([jax.jit(second)(x) for x in q])
+    np.testing.assert_allclose(jax.jit(jax.vmap(second))(q), each, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("forward_mode", [True, False])
 def test_vmap_over_no_directions(forward_mode):
     x = jnp.ones((1, 8, 1, 4))
