@@ -927,9 +927,6 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("16-bit rows are used without conversion",
          "return SizeOf(dtype) == sizeof(T);", "return true;",
          "test_backward.py::test_is_close_to_exact[cpu-full-1]"),
-        ("a logit is not rounded before lse is subtracted",
-         "return Rounded(cap > 0", "return (cap > 0",
-         "test_backward.py::test_rounding_of_lse_does_not_show[cpu-72-float32--300]"),
     ],
     "cpp/cpu_pairs.h": [
         ("a mask of rows is read along the keys",
