@@ -688,7 +688,7 @@ def test_a_batch_beyond_whole_rounds_of_thread_blocks(platform):
         pytest.skip("of CUDA kernels")
     heads, keys = 8, 2100
     # Two thread blocks for each multiprocessor; the emulator has few.
-    round_tiles = 2 * getattr(jax.devices(platform)[0], "core_count", 132)
+    round_tiles = 2 * getattr(jax.config.jax_default_device, "core_count", 132)
     batch = -(-round_tiles // heads) + 4
     q = random(batch, 1, heads, 128, dtype=DTYPES["bfloat16"])
     k, v = (random(batch, keys, heads, 128, seed=seed, dtype=DTYPES["bfloat16"]) for seed in (1, 2))
