@@ -461,7 +461,7 @@ def test_number_of_parts_of_few_queries_of_many_heads(call, parts, others, monke
         (dict(t=384, s=32768), 4),
         (dict(t=17, s=1000, n=256), 1),
         (dict(t=16, s=1000, n=256), 0),  # the kernel for few queries would take it
-        (dict(t=513, s=8192), 0),  # few keys for so many queries
+        (dict(t=512, s=8191), 0),  # few keys for so many queries
         (dict(t=512, s=32768, n=8), 4),  # 32 tiles
         (dict(t=512, s=32768, n=24), 4),  # one row of a query, not three
         (dict(t=300, s=32768), 3),  # 80 tiles
