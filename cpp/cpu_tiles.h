@@ -155,8 +155,8 @@ T LogitCap(const AttentionParams& params) {
   return static_cast<T>(params.options.logits_soft_cap);
 }
 
-// scale * s, capped. The derivative of the cap is 1 - (s / cap)^2 of the result. All passes round it alike:
-// lse is of these logits.
+// scale * s, capped. The derivative of the cap is 1 - (s / cap)^2 of the result. It is rounded in every pass:
+// lse comes from rounded logits.
 template <typename T>
 INLINE Vec<T> Logits(Vec<T> products, T scale, T cap) {
   const Vec<T> s = products * scale;

@@ -29,8 +29,8 @@ INLINE Vec<T> Broadcast(T x) {
   return x - Vec<T>{};  // x - 0 is x for every x, also -0
 }
 
-// x as a register holds it. Else the compiler may fuse the product that x is with what is subtracted from it,
-// and use another x than where it was stored.
+// Returns x. The compiler cannot fuse the product that made x with a later subtraction, which would use x
+// before it is rounded.
 template <typename V>
 INLINE V Rounded(V x) {
 #if defined(__x86_64__)

@@ -85,7 +85,7 @@ def backward_tangent(arrays: Arrays, options: AttentionOptions) -> tuple[jax.Arr
 def backward_bias_tangent(arrays: Arrays, options: AttentionOptions, *, batch: int) -> tuple[jax.Array]:
     """The derivative of ds, summed to the shape of the bias; that of the slopes, [D, B, N, 1, 1].
 
-    batch: that of the result. Each of its elements is the sum of as many neighbors.
+    batch: the batch size of the result. Each of its elements is the sum of equally many neighboring ones.
     """
     bias = arrays.get("bias")
     sizes = arrays["q"].shape[-3], arrays["k"].shape[-3]
