@@ -142,17 +142,25 @@ __global__ void __launch_bounds__(kMaskThreads)
                           head * mask.head_stride + m_start * mask.row_stride + n_start * mask.key_stride;
     const bool by_sixteen = mask.key_stride == 1 && seqlen_kv % 16 == 0;
     const int first_key = lane % 4 * 16;
+    auto row_of = [&](int i) { return 8 * i + lane / 4; };
     uint32_t bits[kBlock / 8];
+    if (by_sixteen) {
+      uint4 bytes[kBlock / 8];  // all are read before the first is used
 #pragma unroll
-    for (int i = 0; i < kBlock / 8; ++i) {
-      const int row = 8 * i + lane / 4;
-      const uint8_t* from_row = from + row * mask.row_stride;
-      bits[i] = 0;
-      if (row >= rows) continue;
-      if (by_sixteen) {
-        if (first_key < keys) bits[i] = pack(*reinterpret_cast<const uint4*>(from_row + first_key));
-      } else {
-        for (int j = 0; j < 16 && first_key + j < keys; ++j) {
+      for (int i = 0; i < kBlock / 8; ++i) {
+        const bool exists = row_of(i) < rows && first_key < keys;
+        const uint8_t* from_row = from + (exists ? row_of(i) * mask.row_stride + first_key : 0);
+        bytes[i] = exists ? *reinterpret_cast<const uint4*>(from_row) : make_uint4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (int i = 0; i < kBlock / 8; ++i) bits[i] = pack(bytes[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kBlock / 8; ++i) {
+        const uint8_t* from_row = from + row_of(i) * mask.row_stride;
+        bits[i] = 0;
+#pragma unroll 1
+        for (int j = 0; row_of(i) < rows && j < 16 && first_key + j < keys; ++j) {
           bits[i] |= uint32_t{from_row[(first_key + j) * mask.key_stride] != 0} << j;
         }
       }
@@ -160,7 +168,7 @@ __global__ void __launch_bounds__(kMaskThreads)
     auto* quarters = reinterpret_cast<uint16_t (*)[4]>(of_queries[warp]);
 #pragma unroll
     for (int i = 0; i < kBlock / 8; ++i) {
-      quarters[8 * i + lane / 4][lane % 4] = static_cast<uint16_t>(bits[i]);
+      quarters[row_of(i)][lane % 4] = static_cast<uint16_t>(bits[i]);
     }
     __syncwarp();
     const uint2 low = of_queries[warp][lane], high = of_queries[warp][lane + 32];

@@ -269,17 +269,27 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const int first_row = sees_keys ? row_of_block(blocks.first()) : 0;
   Source k_source{KvLoader(arguments.k, kv_row0 + first_row, kv_head), blocks};
   Source v_source{KvLoader(arguments.v, kv_row0 + first_row, kv_head), blocks};
-  // In pages, the next block's rows are found a block ahead: the reads of page_indices are not waited for.
-  // Where pages hold whole blocks, a block has one page, entries[0], and loads like keys in order.
+  // In pages, the next block's rows are found a block ahead, so that the reads of page_indices are not waited for,
+  // and settled before the wait for the buffer that its keys go to, so that these leave at once. Where pages hold
+  // whole blocks, a block has one page, and the row of its first key; it loads like keys in order.
   const bool has_page_of_block = pages && pages.size() % kBlockN == 0;
   typename KvLoader::PageRows page_rows;
   auto find_rows = [&](const BlockSet<kMayHaveMask>& blocks) {
     if (!pages || blocks.is_empty()) return;
     const int row = row_of_block(blocks.first());
     if (has_page_of_block) {
-      page_rows.entries[0] = pages.entry(pages.index_of(row));
+      page_rows.values[0] = pages.entry(pages.place_of(row).index);
     } else {
       KvLoader::find_rows(page_rows, pages, row, queries.kv_length);
+    }
+  };
+  auto settle_rows = [&](const BlockSet<kMayHaveMask>& blocks) {
+    if (!pages || blocks.is_empty()) return;
+    const int row = row_of_block(blocks.first());
+    if (has_page_of_block) {
+      page_rows.values[0] = pages.page_of(page_rows.values[0]) * pages.size() + pages.place_of(row).row;
+    } else {
+      KvLoader::settle_rows(page_rows, pages, row, queries.kv_length);
     }
   };
   find_rows(blocks);
@@ -289,10 +299,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       if (pages && !has_page_of_block) {
         source.loader.load_pages(sKv(stage), page_rows, pages, kv_head, row, queries.kv_length);
       } else {
-        if (pages) {
-          const int64_t page = pages.page_of(page_rows.entries[0]);
-          source.loader.move_to(page * pages.size() + pages.row_of(row), kv_head);
-        }
+        if (pages) source.loader.move_to(page_rows.values[0], kv_head);
         source.loader.load(sKv(stage), row, queries.kv_length);
         if (!pages && !source.blocks.is_empty()) {
           source.loader.move_rows((source.blocks.first() - block) * kBlockN);
@@ -319,10 +326,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   // Not unrolled: a decoding step is so short that loading the code of a kernel counts.
 #pragma unroll 1
   for (int item = 0; item < kStages - 2; item += 2) {
+    settle_rows(k_source.blocks);
     load_item(k_source, item);
     load_item(v_source, item + 1);
   }
-  if constexpr (kStages % 2 == 0) load_item(k_source, kStages - 2);
+  if constexpr (kStages % 2 == 0) {
+    settle_rows(k_source.blocks);
+    load_item(k_source, kStages - 2);
+  }
   if (sees_keys) {
     ptx::copy_async_wait<kStages - 2>();
     QLoader::round(sQ);
@@ -358,6 +369,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       RegisterA<Products, 1, kNTiles> p;
 
       // ---- scores = q k^T ----
+      if (kStages % 2) settle_rows(k_source.blocks);
       wait_item();
       load_item(later_with_keys, free_stage());
       if (!hidden) {
@@ -386,6 +398,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       move_stage();
 
       // ---- out += p v ----
+      if (kStages % 2 == 0) settle_rows(k_source.blocks);
       wait_item();
       load_item(later_with_values, free_stage());
       if (!hidden) {
@@ -493,8 +506,9 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
 
   // How many parts a group has depends on the shape of a sequence alone; what a block takes, on the batch,
   // too. With three groups for every four multiprocessors, or more, longer blocks are faster than more of
-  // them. So are whole tiles that are equally long, if there is a round of them: memory is read in fewer,
-  // longer streams.
+  // them, unless multiprocessors would idle in the last round of thread blocks, which parts fill better. So
+  // are whole tiles that are equally long, if there is a round of them: memory is read in fewer, longer
+  // streams.
   const int64_t rows = number_of_rows(params), row_tiles = ceil_div(rows, Config::kRows);
   const int64_t tiles = params.batch * params.num_kv_heads * row_tiles;
   const bool may_merge = Config::kMayHaveGroups && rows <= Config::kGroupRows && num_parts > 1;
@@ -507,7 +521,12 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
   const int64_t groups = ceil_div(num_parts, group_parts) * tiles;
   const bool is_forced = context.forced_tile != ForcedTile::kNone,
              is_long = context.forced_tile == ForcedTile::kLong;
-  const bool are_many = is_forced ? is_long : 4 * groups >= 3 * context.multiprocessors;
+  auto rounds_of = [&](int64_t blocks) {
+    return ceil_div(blocks, int64_t{Config::kBlocksPerSm} * context.multiprocessors);
+  };
+  const bool would_idle = tiles < 2 * int64_t{context.multiprocessors} &&
+                          8 * rounds_of(num_parts * tiles) <= 7 * rounds_of(groups) * group_parts;
+  const bool are_many = is_forced ? is_long : 4 * groups >= 3 * context.multiprocessors && !would_idle;
   const bool takes_groups = group_parts > 1 && are_many;
   const int64_t unit_parts = takes_groups ? group_parts : 1, num_units = ceil_div(num_parts, unit_parts);
   // As the second kernel merges them.

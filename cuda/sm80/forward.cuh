@@ -116,6 +116,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       if (!pages) return false;
       typename KvLoader::PageRows rows;
       KvLoader::find_rows(rows, pages, row, mask.kv_length);
+      KvLoader::settle_rows(rows, pages, row, mask.kv_length);
       loader.load_pages(sKv(item % kStages), rows, pages, kv_head, row, mask.kv_length);
       return true;
     }

@@ -137,40 +137,35 @@ class TileLoader {
     }
   }
 
-  // Where the keys in pages are that this thread copies. The entries of page_indices are as they were read: a
-  // computation with one would wait for it, and each read would wait for the one before.
+  // Where the keys in pages are that this thread copies: first their entries of page_indices as they were read,
+  // since a computation with one would wait for it, and each read for the one before; then, settled, their rows
+  // in the cache, or -1 for those that become zeros.
   struct PageRows {
-    int32_t entries[kCopies];
-    int first_row;  // of the first key, in its page
+    int32_t values[kCopies];
   };
 
-  // Of the keys from `key` on. Entries from key_limit on are not read.
+  // Reads the entries for the keys from `key` on. Those from key_limit on are not read.
   __device__ __forceinline__ static void find_rows(PageRows& rows, const SequencePages& pages, int key,
                                                    int key_limit) {
-    const int r = threadIdx.x / kChunks, size = pages.size();
-    const int pages_on = pages.index_of(kRowsAtOnce), rows_on = pages.row_of(kRowsAtOnce);
-    int index = pages.index_of(key + r), row = pages.row_of(key + r);
-    rows.first_row = row;
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      if (key + r + i * kRowsAtOnce < key_limit) rows.entries[i] = pages.entry(index);
-      index += pages_on;
-      row += rows_on;
-      if (row >= size) {
-        row -= size;
-        ++index;
-      }
-    }
+    for_each_copy(pages, key, [&](int i, int copied_key, const PagePlace& place) {
+      if (copied_key < key_limit) rows.values[i] = pages.entry(place.index);
+    });
+  }
+  __device__ __forceinline__ static void settle_rows(PageRows& rows, const SequencePages& pages, int key,
+                                                     int key_limit) {
+    for_each_copy(pages, key, [&](int i, int copied_key, const PagePlace& place) {
+      rows.values[i] = copied_key < key_limit ? pages.page_of(rows.values[i]) * pages.size() + place.row : -1;
+    });
   }
 
-  // Starts to copy a tile of these keys, of head `head`. The rest as in load.
+  // Starts to copy a tile of these keys, from `key` on, of head `head`. The rest as in load.
   __device__ __forceinline__ void load_pages(Tile tile, const PageRows& rows, const SequencePages& pages,
                                              int head, int key, int key_limit) const {
     if (rows_.copy_bytes != 16) {
       load_rows(rows_, tile, [&](int i) -> int64_t {
         if (key + i >= key_limit) return -1;
-        const int64_t row =
-            pages.page(pages.index_of(key + i)) * int64_t{pages.size()} + pages.row_of(key + i);
+        const PagePlace place = pages.place_of(key + i);
+        const int64_t row = pages.page(place.index) * int64_t{pages.size()} + place.row;
         return row * rows_.stride + int64_t{head} * rows_.head_dim;
       });
       return;
@@ -178,19 +173,17 @@ class TileLoader {
     const int r = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
     const bool is_column = chunk * kChunkElements < rows_.head_dim;
     const uint32_t to = tile.base + r * Tile::kRowBytes;
-    const Element* first =
-        static_cast<const Element*>(rows_.data) + int64_t{head} * rows_.head_dim + chunk * kChunkElements;
-    const int size = pages.size(), rows_on = pages.row_of(kRowsAtOnce);
-    int row = rows.first_row;
+    const char* first =
+        static_cast<const char*>(rows_.data) +
+        (int64_t{head} * rows_.head_dim + chunk * kChunkElements) * int64_t{sizeof(Element)};
+    // A product of 32 bits is one instruction, of 64 bits five.
+    const auto row_bytes = static_cast<uint32_t>(rows_.stride * int64_t{sizeof(Element)});
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       const int tile_row = i * kRowsAtOnce;
-      const bool is_valid = is_column && key + r + tile_row < key_limit;
-      const int from_row = is_valid ? pages.page_of(rows.entries[i]) * size + row : 0;
+      const auto row = static_cast<uint32_t>(max(rows.values[i], 0));
       ptx::copy_async<16>(to + tile_row * Tile::kRowBytes + Tile::chunk_offset(r + tile_row, chunk),
-                          first + from_row * rows_.stride, is_valid);
-      row += rows_on;
-      if (row >= size) row -= size;
+                          first + uint64_t{row} * row_bytes, is_column && rows.values[i] >= 0);
     }
   }
 
@@ -235,6 +228,24 @@ class TileLoader {
   }
 
  private:
+  // f(i, key, place) for each key that this thread copies, of those from `key` on.
+  template <class F>
+  __device__ __forceinline__ static void for_each_copy(const SequencePages& pages, int key, F f) {
+    const int first = key + threadIdx.x / kChunks, size = pages.size();
+    const PagePlace step = pages.place_of(kRowsAtOnce);
+    PagePlace place = pages.place_of(first);
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      f(i, first + i * kRowsAtOnce, place);
+      place.index += step.index;
+      place.row += step.row;
+      if (place.row >= size) {
+        place.row -= size;
+        ++place.index;
+      }
+    }
+  }
+
   // Copies 16 bytes in pieces, with zeros after the first `count` elements. Rare, so the code is small rather
   // than fast.
   __device__ __forceinline__ static void copy_unaligned(const HeadRows& rows, uint32_t to,

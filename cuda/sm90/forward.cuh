@@ -369,8 +369,8 @@ struct ForwardLoader {
     // Behind the keys that count come zeros, from a page that does not exist.
     const int no_page = static_cast<int>(arguments.params.num_pages);
     const SequencePages pages(arguments.params, batch);
-    const bool counts = to < kBlockN && key < kv_length;
-    return {to, counts ? pages.page(pages.index_of(key)) : no_page, pages.row_of(key)};
+    const PagePlace place = pages.place_of(key);
+    return {to, to < kBlockN && key < kv_length ? pages.page(place.index) : no_page, place.row};
   }
 
   __device__ __forceinline__ void load(int stage, uint32_t barrier, const Box& box) {
