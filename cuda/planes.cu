@@ -209,11 +209,12 @@ __device__ __forceinline__ float most_of_neighbors(const BackwardParams& params)
   return power_of_two(max(22 - binade(static_cast<float>(params.seqlen_kv)), 8));
 }
 
-// kRows rows a block, kLanes lanes for each, four columns at a time.
-template <int kRows, int kLanes, bool kIsFine>
+// kRows rows a block, kLanes lanes for each, four columns at a time. Of kNeighbors rows the bounds are compared.
+template <int kRows, int kLanes, int kNeighbors, bool kIsFine>
 __global__ void __launch_bounds__(kRows* kLanes)
     plane_rows_kernel(const __grid_constant__ BackwardParams params) {
   static_assert(kStatsRows % kRows == 0, "a block's rows are of one head, and all exist");
+  static_assert(kRows % kNeighbors == 0);
   const int length = static_cast<int>(stats_length(params.seqlen_q));
   const int num_heads = static_cast<int>(params.num_heads), columns = static_cast<int>(params.head_dim_v);
   const int group = num_heads / static_cast<int>(params.num_kv_heads);
@@ -222,50 +223,66 @@ __global__ void __launch_bounds__(kRows* kLanes)
   const int head = static_cast<int>(blockIdx.x - rows_of_heads * num_heads);
   const int batch = static_cast<int>(rows_of_heads / row_blocks);
   const int row0 = static_cast<int>(rows_of_heads - batch * row_blocks) * kRows;
-  const int row = row0 + threadIdx.x / kLanes;
+  const int row = row0 + threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const int64_t index = (int64_t{batch} * num_heads + head) * length + row;
   if (blockIdx.x == 0 && threadIdx.x == 0) *params.tile_counter = 0;
   const PlaneScales scales(params, batch, head / group);
-  const int v_exponent = scales.exponent(PlaneScales::kV), dp_exponent = -scales.of_dp();
 
-  // Four numbers of dout, in units of its plane.
+  // ---- delta = rowsum(dout * out) - dlse, and |dp| <= the sum of |dout| times the largest |v| of each column ----
+  const bool counts = row < Mask(params, batch).q_length;
+  const int64_t out_row = (int64_t{batch} * params.seqlen_q + row) * num_heads + head;
+  const float lse = counts ? static_cast<const float*>(params.lse)[out_row] : -INFINITY;
+  const float dlse = counts && params.dlse ? static_cast<const float*>(params.dlse)[out_row] : 0;
+  const int v_exponent = scales.exponent(PlaneScales::kV), dp_exponent = -scales.of_dp();
   const int dout_exponent = scales.exponent(PlaneScales::kDout);
   const float first = power_of_two(dout_exponent / 2),
               second = power_of_two(dout_exponent - dout_exponent / 2);
-  const auto dout_at = [&](int64_t offset) -> float4 {
+  using DoutVector = std::conditional_t<kIsFine, float4, uint2>;
+  // In units of its plane.
+  const auto dout_of = [&](const DoutVector& x) -> float4 {
     if constexpr (kIsFine) {
-      const float4 x = *reinterpret_cast<const float4*>(static_cast<const float*>(params.dout) + offset);
       return {x.x * first * second, x.y * first * second, x.z * first * second, x.w * first * second};
     } else {
-      const uint2 x = *reinterpret_cast<const uint2*>(params.planes.dout + offset);
       const float2 low = unpack<float16>(x.x), high = unpack<float16>(x.y);
       return {low.x, low.y, high.x, high.y};
     }
   };
-
-  // delta = rowsum(dout * out) - dlse, and |dp| <= the sum of |dout| times the largest |v| of each column.
-  const bool counts = row < Mask(params, batch).q_length;
-  const int64_t out_row = (int64_t{batch} * params.seqlen_q + row) * num_heads + head;
+  const auto* out_vectors = reinterpret_cast<const float4*>(static_cast<const float*>(params.out));
+  const auto* dout_vectors = static_cast<const DoutVector*>(
+      kIsFine ? params.dout : static_cast<const void*>(params.planes.dout));
+  const auto* v_vectors = reinterpret_cast<const int4*>(scales.column_maxima(PlaneScales::kV, params));
+  constexpr int kAtOnce = 2;  // vectors that a lane begins to read before it uses one
+  const int vectors = columns / 4;
   float delta = 0, bound = 0, size = 0;
-  for (int column = 4 * (threadIdx.x % kLanes); counts && column < columns; column += 4 * kLanes) {
-    const int64_t offset = out_row * columns + column;
-    const float4 out = *reinterpret_cast<const float4*>(static_cast<const float*>(params.out) + offset);
-    const float4 dout = dout_at(offset);
-    const int4 v = *reinterpret_cast<const int4*>(scales.column_maxima(PlaneScales::kV, params) + column);
-    delta = fmaf(dout.x, out.x, fmaf(dout.y, out.y, fmaf(dout.z, out.z, fmaf(dout.w, out.w, delta))));
-    bound = fmaf(fabsf(dout.x), __int_as_float(v.x), fmaf(fabsf(dout.y), __int_as_float(v.y), bound));
-    bound = fmaf(fabsf(dout.z), __int_as_float(v.z), fmaf(fabsf(dout.w), __int_as_float(v.w), bound));
-    size += fabsf(dout.x) + fabsf(dout.y) + fabsf(dout.z) + fabsf(dout.w);
+#pragma unroll 1
+  for (int vector0 = lane; counts && vector0 < vectors; vector0 += kAtOnce * kLanes) {
+    float4 out[kAtOnce];
+    DoutVector dout[kAtOnce];
+    int4 v[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int vector = vector0 + i * kLanes;
+      out[i] = {}, dout[i] = {}, v[i] = {};
+      if (vector >= vectors) continue;
+      out[i] = out_vectors[out_row * vectors + vector];
+      dout[i] = dout_vectors[out_row * vectors + vector];
+      v[i] = v_vectors[vector];
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float4 x = out[i], y = dout_of(dout[i]);
+      delta = fmaf(y.x, x.x, fmaf(y.y, x.y, fmaf(y.z, x.z, fmaf(y.w, x.w, delta))));
+      bound = fmaf(fabsf(y.x), __int_as_float(v[i].x), fmaf(fabsf(y.y), __int_as_float(v[i].y), bound));
+      bound = fmaf(fabsf(y.z), __int_as_float(v[i].z), fmaf(fabsf(y.w), __int_as_float(v[i].w), bound));
+      size += fabsf(y.x) + fabsf(y.y) + fabsf(y.z) + fabsf(y.w);
+    }
   }
   delta = sum_lanes<kLanes>(delta), bound = sum_lanes<kLanes>(bound), size = sum_lanes<kLanes>(size);
 
   // ---- delta, and a bound of |dp - delta| ----
-  const float lse = counts ? static_cast<const float*>(params.lse)[out_row] : -INFINITY;
   bool sees_keys = lse != -INFINITY;
   delta = ldexpf(delta, v_exponent);
-  if (counts && params.dlse && lse != INFINITY) {
-    delta -= ldexpf(static_cast<const float*>(params.dlse)[out_row], dp_exponent);
-  }
+  if (lse != INFINITY) delta -= ldexpf(dlse, dp_exponent);
   if (!sees_keys) delta = 0;
   const float kept_factor = static_cast<float>(1 / (1 - params.options.dropout_rate));
   bound = ldexpf(bound, v_exponent) * kept_factor + fabsf(delta);
@@ -279,24 +296,25 @@ __global__ void __launch_bounds__(kRows* kLanes)
     fail_if(!scales.hold(params, /*is_backward=*/true));
   }
   if (counts && size == 0) {  // was there something that is now 0?
-    for (int column = threadIdx.x % kLanes; column < columns; column += kLanes) {
+    for (int column = lane; column < columns; column += kLanes) {
       fail_if(static_cast<const float*>(params.dout)[out_row * columns + column] != 0);
     }
   }
-  __shared__ int32_t largest, least;
-  if (threadIdx.x == 0) largest = 0, least = kInfinityBits;
+  __shared__ int32_t largest[kRows / kNeighbors], least[kRows / kNeighbors];
+  if (threadIdx.x < kRows / kNeighbors) largest[threadIdx.x] = 0, least[threadIdx.x] = kInfinityBits;
   __syncthreads();
-  const bool is_first_lane = threadIdx.x % kLanes == 0;
-  if (is_first_lane && bound > 0) {
-    atomicMax(&largest, __float_as_int(bound));
-    atomicMin(&least, __float_as_int(bound));
+  const int neighbors = (row - row0) / kNeighbors;
+  if (lane == 0 && bound > 0) {
+    atomicMax(&largest[neighbors], __float_as_int(bound));
+    atomicMin(&least[neighbors], __float_as_int(bound));
   }
   __syncthreads();
-  if (!is_first_lane) return;
+  if (lane > 0) return;
   fail_if(0 < size && size < (kIsFine ? kSmallestFineSize : kSmallestSize));
   fail_if(!(bound == 0 || (kSmallestBound < bound && bound < kLargestBound)));
-  if (threadIdx.x == 0) {
-    fail_if(__int_as_float(largest) > most_of_neighbors<kIsFine>(params) * __int_as_float(least));
+  if (row % kNeighbors == 0) {
+    fail_if(__int_as_float(largest[neighbors]) >
+            most_of_neighbors<kIsFine>(params) * __int_as_float(least[neighbors]));
   }
   if (fabsf(lse) < INFINITY && fabsf(lse) > (kIsFine ? kLargestFineLse : kLargestLse)) {
     fail_if(bound > 0 || size > 0);  // with v = 0 there is a dv
@@ -356,13 +374,14 @@ Status launch_planes(const AttentionParams& params, const void* dout, const Laun
 
 Status launch_plane_rows(const BackwardParams& params, const LaunchContext& context) {
   const int64_t rows = params.batch * params.num_heads * stats_length(params.seqlen_q);
-  const auto launch_form = [&]<int kRows, int kLanes, bool kIsFine>() {
-    return launch(plane_rows_kernel<kRows, kLanes, kIsFine>, ceil_div(rows, kRows), kRows * kLanes, 0,
-                  context, params);
+  const auto launch_form = [&]<int kRows, int kLanes, int kNeighbors, bool kIsFine>() {
+    return launch(plane_rows_kernel<kRows, kLanes, kNeighbors, kIsFine>, ceil_div(rows, kRows),
+                  kRows * kLanes, 0, context, params);
   };
-  // With two planes a block has the rows that may share a factor of ds.
-  return params.planes.count == 2 ? launch_form.template operator()<kDsRows, 8, true>()
-                                  : launch_form.template operator()<16, 16, false>();
+  // With two planes those are neighbors that may share a factor of ds.
+  if (params.planes.count == 2) return launch_form.template operator()<kDsRows, 8, kDsRows, true>();
+  if (params.head_dim_v <= 64) return launch_form.template operator()<32, 8, 16, false>();
+  return launch_form.template operator()<16, 16, 16, false>();
 }
 
 }  // namespace jax_flash::cuda
