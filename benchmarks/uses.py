@@ -187,6 +187,7 @@ USES = (
     # Short sequences and small heads.
     Use("vit_b", "ViT-B", 256, 197, 12, 64),
     Use("short", "short sequences", 1024, 64, 12, 64),
+    Use("short_128", "short texts", 512, 128, 12, 64),
     Use("tabpfn_h32", "TabPFN: rows of a table", 512, 1024, 6, 32),
     Use("tabpfn_h16", "TabPFN", 512, 1000, 12, 16),
     Use("small_heads_32", "small heads", 4, 4096, 16, 32),

@@ -7,15 +7,17 @@
 #include "delta.cuh"
 #include "mask.cuh"
 #include "ptx/grid.h"
+#include "ptx/memory.h"
 #include "softmax.cuh"
 
 namespace jax_flash::cuda {
 namespace {
 
 inline constexpr int kThreads = 256;
-inline constexpr int kMaxColumns = 256;  // Hopper's kernels for float32 have no more
-inline constexpr int kSteps = 8;         // rows of a block that a thread has a part of: 32 KB
-inline constexpr int kBlocksPerSm = 4;
+inline constexpr int kMaxColumns = 256;                      // Hopper's kernels for float32 have no more
+inline constexpr int kSteps = 8;                             // rows of a block that a thread has a part of
+inline constexpr int kSharedBytes = kSteps * kThreads * 16;  // of a block: what its threads have read, 32 KB
+inline constexpr int kBlocksPerSm = 6;
 inline constexpr int kGroupRows = 32;  // about so many does PlaneScales::hold look at together, if one plane
 inline constexpr int kMaxGroups = kSteps * (kThreads / 32);  // of a block
 inline constexpr int32_t kMagnitudeBits = 0x7fffffff;
@@ -63,7 +65,7 @@ struct BlockOfRows {
     return {sources, block, static_cast<PlaneScales::Array>(array)};
   }
 
-  // Calls f(i, offset) for each of this thread's items: where its columns begin.
+  // Calls f(i, offset, exists) for each of this thread's items: where its columns begin.
   template <class F>
   __device__ __forceinline__ void for_each(const F& f) const {
     const int group = source.group, columns = source.columns;
@@ -75,7 +77,7 @@ struct BlockOfRows {
                      (int64_t{kv_head} * group + head) * columns + column;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      if (is_used && begin + i * step < items) f(i, offset);
+      f(i, offset, is_used && begin + i * step < items);
       offset += more_rows * row_elements + more_heads * columns;
       head += more_heads;
       if (head >= group) {
@@ -120,9 +122,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       BlockOfRows::make(sources, kPass == PlanePass::kBoth ? block : static_cast<int>(blockIdx.x));
   const PlaneScales scales(sources.params, rows.batch, rows.kv_head);
 
-  float4 x[kSteps] = {};
-  rows.for_each(
-      [&](int i, int64_t offset) { x[i] = *reinterpret_cast<const float4*>(rows.source.data + offset); });
+  // To shared memory: registers would take less at a time. A thread reads what it has copied.
+  extern __shared__ __align__(128) uint8_t shared[];
+  auto* const own = reinterpret_cast<float4*>(shared) + threadIdx.x;
+  rows.for_each([&](int i, int64_t offset, bool exists) {
+    ptx::copy_async<16>(ptx::shared_address(own + i * kThreads), rows.source.data + (exists ? offset : 0),
+                        exists);
+  });
+  ptx::copy_async_commit();
+  ptx::copy_async_wait<0>();
+  const auto value = [&](int i) { return own[i * kThreads]; };
 
   // ---- The largest magnitudes: as integers, which have the order of floats; infinity and NaN come last ----
   if constexpr (kPass != PlanePass::kPlanes) {
@@ -132,10 +141,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     int32_t of_group = 0, of_thread[4] = {};
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      const float values[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+      const float4 x = value(i);
+      const float columns[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int32_t magnitude = __float_as_int(values[j]) & kMagnitudeBits;
+        const int32_t magnitude = __float_as_int(columns[j]) & kMagnitudeBits;
         of_group = max(of_group, magnitude);
         of_thread[j] = max(of_thread[j], magnitude);
       }
@@ -188,8 +198,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const auto scaled = [&](float x) {
       return __uint_as_float((__float_as_uint(x) + half) & kept_bits) * first * second;
     };
-    rows.for_each([&](int i, int64_t offset) {
-      const float4 y = {scaled(x[i].x), scaled(x[i].y), scaled(x[i].z), scaled(x[i].w)};
+    rows.for_each([&](int i, int64_t offset, bool exists) {
+      if (!exists) return;
+      const float4 x = value(i), y = {scaled(x.x), scaled(x.y), scaled(x.z), scaled(x.w)};
       const uint2 rounded = {ptx::pack_f16(y.x, y.y), ptx::pack_f16(y.z, y.w)};
       *reinterpret_cast<uint2*>(rows.source.plane + offset) = rounded;
       if (is_single) return;
@@ -209,7 +220,8 @@ __device__ __forceinline__ float most_of_neighbors(const BackwardParams& params)
   return power_of_two(max(22 - binade(static_cast<float>(params.seqlen_kv)), 8));
 }
 
-// kRows rows a block, kLanes lanes for each, four columns at a time. Of kNeighbors rows the bounds are compared.
+// kRows rows a block, kLanes lanes for each, four columns at a time. Of kNeighbors rows the bounds are
+// compared.
 template <int kRows, int kLanes, int kNeighbors, bool kIsFine>
 __global__ void __launch_bounds__(kRows* kLanes)
     plane_rows_kernel(const __grid_constant__ BackwardParams params) {
@@ -228,7 +240,7 @@ __global__ void __launch_bounds__(kRows* kLanes)
   if (blockIdx.x == 0 && threadIdx.x == 0) *params.tile_counter = 0;
   const PlaneScales scales(params, batch, head / group);
 
-  // ---- delta = rowsum(dout * out) - dlse, and |dp| <= the sum of |dout| times the largest |v| of each column ----
+  // ---- rowsum(dout * out), and |dp| <= the sum of |dout| times the largest |v| of each column ----
   const bool counts = row < Mask(params, batch).q_length;
   const int64_t out_row = (int64_t{batch} * params.seqlen_q + row) * num_heads + head;
   const float lse = counts ? static_cast<const float*>(params.lse)[out_row] : -INFINITY;
@@ -248,8 +260,8 @@ __global__ void __launch_bounds__(kRows* kLanes)
     }
   };
   const auto* out_vectors = reinterpret_cast<const float4*>(static_cast<const float*>(params.out));
-  const auto* dout_vectors = static_cast<const DoutVector*>(
-      kIsFine ? params.dout : static_cast<const void*>(params.planes.dout));
+  const auto* dout_vectors =
+      static_cast<const DoutVector*>(kIsFine ? params.dout : static_cast<const void*>(params.planes.dout));
   const auto* v_vectors = reinterpret_cast<const int4*>(scales.column_maxima(PlaneScales::kV, params));
   constexpr int kAtOnce = 2;  // vectors that a lane begins to read before it uses one
   const int vectors = columns / 4;
@@ -365,11 +377,11 @@ Status launch_planes(const AttentionParams& params, const void* dout, const Laun
   // Blocks of a key head wait for each other, so all of them must fit on the GPU, also beside those of seven
   // other calls. Longer arrays are read twice, which their kernels make up for.
   if (ptx::kBlocksRunSideBySide && most_of_head <= kBlocksPerSm * context.multiprocessors / 8) {
-    return launch(plane_kernel<PlanePass::kBoth>, blocks, kThreads, 0, context, sources);
+    return launch(plane_kernel<PlanePass::kBoth>, blocks, kThreads, kSharedBytes, context, sources);
   }
-  status = launch(plane_kernel<PlanePass::kMaxima>, blocks, kThreads, 0, context, sources);
+  status = launch(plane_kernel<PlanePass::kMaxima>, blocks, kThreads, kSharedBytes, context, sources);
   if (status.failed()) return status;
-  return launch(plane_kernel<PlanePass::kPlanes>, blocks, kThreads, 0, context, sources);
+  return launch(plane_kernel<PlanePass::kPlanes>, blocks, kThreads, kSharedBytes, context, sources);
 }
 
 Status launch_plane_rows(const BackwardParams& params, const LaunchContext& context) {

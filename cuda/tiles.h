@@ -184,10 +184,11 @@ struct BackwardBiasTile {
   int blocks_per_sm;     // sets the register budget
 };
 
-constexpr BackwardBiasTile backward_bias_tile(int element_bytes) {
+// `has_parts`: products of float32 by three of parts take more registers.
+constexpr BackwardBiasTile backward_bias_tile(int element_bytes, bool has_parts = false) {
   if (element_bytes == 2) return {128, 128, 64, 8, 4, 1};  // 64 KB
   if (element_bytes == 8) return {64, 64, 16, 8, 4, 1};    // 32 KB
-  return {64, 64, 32, 4, 2, 2};                            // 32 KB
+  return {64, 64, 32, 4, 2, has_parts ? 2 : 3};            // 32 KB
 }
 
 // Of the kernels for short sequences (head dims up to 64, in float32 32): a block has all pairs of a head, 16

@@ -277,6 +277,7 @@ CASES = [
     ),
     case("bias", n=4, k=2, t=150, s=131, bias=Bias("1NTS")),
     case("bias of all", t=130, s=129, h=128, bias=Bias("BNTS", dtype="float32")),
+    case("bias of all, even numbers of keys", t=67, s=134, bias=Bias("BNTS", dtype="float32")),
     case("bias of batch and keys", s=97, n=3, k=3, bias=Bias("B11S")),
     case("bias of batch and rows", t=97, n=4, k=1, bias=Bias("B1T1")),
     case("bias of heads and rows", t=131, s=70, n=3, k=1, bias=Bias("NT1", dtype="float32")),

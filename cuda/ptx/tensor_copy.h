@@ -42,6 +42,13 @@ __device__ __forceinline__ void tensor_store(const CUtensorMap& map, uint32_t sh
       : "memory");
 }
 
+// Copies `bytes` in `shared` to global memory. `bytes` and both addresses are multiples of 16.
+__device__ __forceinline__ void bulk_store(float* global, uint32_t shared, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared),
+               "r"(bytes)
+               : "memory");
+}
+
 // Adds `bytes` of float32 in `shared` to global memory. `bytes` and both addresses are multiples of 16.
 __device__ __forceinline__ void bulk_reduce_add(float* global, uint32_t shared, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "arithmetic.h"
 #include "bias_sums.cuh"
@@ -33,7 +34,8 @@ namespace jax_flash::cuda::sm80 {
 template <class Arithmetic>
 struct BackwardBiasConfig {
   using Element = typename Arithmetic::Element;
-  static constexpr BackwardBiasTile kTile = backward_bias_tile(sizeof(Element));
+  static constexpr BackwardBiasTile kTile =
+      backward_bias_tile(sizeof(Element), std::is_same_v<Arithmetic, tf32x3>);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kPiece = kTile.piece;
   static constexpr int kThreads = 32 * kTile.warps;
   // A warp's part of the scores: [kRows, kColumns].

@@ -269,9 +269,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const int first_row = sees_keys ? row_of_block(blocks.first()) : 0;
   Source k_source{KvLoader(arguments.k, kv_row0 + first_row, kv_head), blocks};
   Source v_source{KvLoader(arguments.v, kv_row0 + first_row, kv_head), blocks};
-  // In pages, the next block's rows are found a block ahead, so that the reads of page_indices are not waited for,
-  // and settled before the wait for the buffer that its keys go to, so that these leave at once. Where pages hold
-  // whole blocks, a block has one page, and the row of its first key; it loads like keys in order.
+  // In pages, the next block's rows are found a block ahead, so that the reads of page_indices are not
+  // waited for, and settled before the wait for the buffer that its keys go to. Where pages hold whole
+  // blocks, a block has the row of its first key alone, and loads like keys in order.
   const bool has_page_of_block = pages && pages.size() % kBlockN == 0;
   typename KvLoader::PageRows page_rows;
   auto find_rows = [&](const BlockSet<kMayHaveMask>& blocks) {

@@ -137,9 +137,9 @@ class TileLoader {
     }
   }
 
-  // Where the keys in pages are that this thread copies: first their entries of page_indices as they were read,
-  // since a computation with one would wait for it, and each read for the one before; then, settled, their rows
-  // in the cache, or -1 for those that become zeros.
+  // Where the keys in pages are that this thread copies: first their entries of page_indices as they were
+  // read, since a computation with one would wait for it, and each read for the one before; then, settled,
+  // their rows in the cache, or -1 for those that become zeros.
   struct PageRows {
     int32_t values[kCopies];
   };
@@ -173,9 +173,8 @@ class TileLoader {
     const int r = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
     const bool is_column = chunk * kChunkElements < rows_.head_dim;
     const uint32_t to = tile.base + r * Tile::kRowBytes;
-    const char* first =
-        static_cast<const char*>(rows_.data) +
-        (int64_t{head} * rows_.head_dim + chunk * kChunkElements) * int64_t{sizeof(Element)};
+    const char* first = static_cast<const char*>(rows_.data) +
+                        (int64_t{head} * rows_.head_dim + chunk * kChunkElements) * int64_t{sizeof(Element)};
     // A product of 32 bits is one instruction, of 64 bits five.
     const auto row_bytes = static_cast<uint32_t>(rows_.stride * int64_t{sizeof(Element)});
 #pragma unroll

@@ -18,7 +18,8 @@
 // up afterwards, in a fixed order (num_head_parts in jax_flash/_kernel_choice.py chooses how many).
 //
 // dq, which other blocks share, is added to dq_accum by TMA (kWithDq), when deterministic in
-// turns, or left to backward_dq.cuh. Python chooses by speed (sums_dq in jax_flash/_kernel_choice.py).
+// turns, or left to backward_dq.cuh. Python chooses by speed (sums_dq in jax_flash/_kernel_choice.py). Where
+// one block has all keys, it writes dq there.
 //
 //   warp 0      draws the next item; loads k, then q
 //   warp 1      loads v, then dout
@@ -197,6 +198,7 @@ struct BackwardArguments {
   PairOptions pairs;
   int part_heads;  // query heads of a part
   bool keeps_ds;   // does ds leave for the gradient of a bias?
+  bool writes_dq;  // is there nothing to add to?
 };
 
 template <class Arithmetic_, int kHeadDim_, PairPolicy kPolicy_, bool kWithDq_>
@@ -652,9 +654,16 @@ struct BackwardLoader {
     const int row = start + 64 * part, tiles = sums.column_tiles;
     const int row_tiles = min(4, sums.row_tiles - row / Fragments::kTileRows);
     if (row_tiles <= 0) return;
+    const auto send = [&](float* to, uint32_t from, int bytes) {
+      if (arguments.writes_dq) {
+        ptx::bulk_store(to, from, bytes);
+      } else {
+        ptx::bulk_reduce_add(to, from, bytes);
+      }
+    };
     float* to = sums.tile(batch, head, row, 0);
     if (tiles == Config::kHeadDim / Fragments::kTileColumns) {
-      ptx::bulk_reduce_add(to, shared.sDq(part, 0), row_tiles * tiles * kTileBytes);
+      send(to, shared.sDq(part, 0), row_tiles * tiles * kTileBytes);
       return;
     }
     // Narrower rows leave gaps in shared memory.
@@ -664,7 +673,7 @@ struct BackwardLoader {
       for (int first = 0; first < tiles; first += kWarpTiles) {
         const uint32_t from = shared.sDq(Config::kDqByRows ? part : first / kWarpTiles, i);
         const int count = min(kWarpTiles, tiles - first);
-        ptx::bulk_reduce_add(to, from, count * kTileBytes);
+        send(to, from, count * kTileBytes);
         to += count * (kTileBytes / 4);
       }
     }
@@ -1293,6 +1302,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 inline Fragments dq_sums(const BackwardParams& params) {
   return {params.dq_accum, params.batch, params.num_heads, params.seqlen_q, params.head_dim};
 }
+// Does a single block of keys have all that each query sees, and is there none for which it does nothing?
+inline bool has_one_block(const BackwardParams& params, int block_n) {
+  return params.seqlen_kv <= block_n && (is_full(params) || is_triangle(params));
+}
 // Where a kernel that adds dq does so in turns; null: in any order.
 inline int32_t* turns(const BackwardParams& params) {
   return params.options.deterministic ? static_cast<int32_t*>(params.dq) : nullptr;
@@ -1326,7 +1339,8 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
       .logit = LogitScale(params),
       .pairs = PairOptions(params),
       .part_heads = static_cast<int>(params.num_heads / params.num_head_parts),
-      .keeps_ds = params.ds != nullptr};
+      .keeps_ds = params.ds != nullptr,
+      .writes_dq = has_one_block(params, Config::kBlockN)};
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
   constexpr int kColumns = Config::kRowColumns;
@@ -1388,17 +1402,18 @@ Status backward_by_warpgroups(const BackwardParams& params, const LaunchContext&
                ? launch_backward<BackwardConfig<Arithmetic, kHeadDim, kGeneral, kWithDq>>(params, context)
                : launch_backward<BackwardConfig<Arithmetic, kHeadDim, kNoPairs, kWithDq>>(params, context);
   };
-  const int64_t dq_size = with_dq ? dq_sums(params).size() : 0;
+  constexpr int kBlockN = BackwardConfig<Arithmetic, kHeadDim, kNoPairs, /*kWithDq=*/false>::kBlockN;
+  const int64_t cleared = with_dq && !has_one_block(params, kBlockN) ? dq_sums(params).size() : 0;
   Status status;
   if constexpr (kPlanes) {
-    if (with_dq) status = cudaMemsetAsync(params.dq_accum, 0, sizeof(float) * dq_size, context.stream);
+    if (cleared > 0) status = cudaMemsetAsync(params.dq_accum, 0, sizeof(float) * cleared, context.stream);
     if (status.failed()) return status;
     status = launch_planes(params, params.dout, context);
     if (status.failed()) return status;
     status = launch_plane_rows(params, context);
   } else {
-    status = launch_delta<Element>(params, with_dq ? params.dq_accum : nullptr, dq_size, context,
-                                   with_dq ? turns(params) : nullptr);
+    status =
+        launch_delta<Element>(params, params.dq_accum, cleared, context, with_dq ? turns(params) : nullptr);
   }
   if (status.failed()) return status;
   if constexpr (!backward_is_split(kHeadDim)) {

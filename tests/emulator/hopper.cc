@@ -320,15 +320,25 @@ void store_box(const CUtensorMap& map, uint32_t shared, Element first) {
   });
 }
 
-void add_floats(float* global, uint32_t shared, uint32_t bytes) {
-  if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) fail("a reduction is misaligned");
+// f(to, from) for each float.
+template <class F>
+void begin_store_of_floats(float* global, uint32_t shared, uint32_t bytes, F f) {
+  if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) fail("a bulk copy is misaligned");
   begin_store([=] {
     for (uint32_t i = 0; i < bytes; i += 4) {
       float value;
       std::memcpy(&value, at_shared_address(shared + i, 4), 4);
-      global[i / 4] += value;
+      f(global[i / 4], value);
     }
   });
+}
+
+void store_floats(float* global, uint32_t shared, uint32_t bytes) {
+  begin_store_of_floats(global, shared, bytes, [](float& to, float from) { to = from; });
+}
+
+void add_floats(float* global, uint32_t shared, uint32_t bytes) {
+  begin_store_of_floats(global, shared, bytes, [](float& to, float from) { to += from; });
 }
 
 void commit_stores() {

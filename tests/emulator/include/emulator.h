@@ -153,6 +153,7 @@ inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
+inline uint32_t __umulhi(uint32_t x, uint32_t y) { return static_cast<uint32_t>(uint64_t{x} * y >> 32); }
 inline int __popc(uint32_t x) { return std::popcount(x); }
 inline int __ffs(uint32_t x) { return x == 0 ? 0 : 1 + std::countr_zero(x); }
 

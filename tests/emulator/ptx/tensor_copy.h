@@ -19,6 +19,9 @@ inline void bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint3
 inline void tensor_store(const CUtensorMap& map, uint32_t shared, int x0, int x1, int x2, int x3) {
   emulator::store_box(map, shared, {x0, x1, x2, x3});
 }
+inline void bulk_store(float* global, uint32_t shared, uint32_t bytes) {
+  emulator::store_floats(global, shared, bytes);
+}
 inline void bulk_reduce_add(float* global, uint32_t shared, uint32_t bytes) {
   emulator::add_floats(global, shared, bytes);
 }
