@@ -18,7 +18,8 @@ inline constexpr int kMaxColumns = 256;                      // Hopper's kernels
 inline constexpr int kSteps = 8;                             // rows of a block that a thread has a part of
 inline constexpr int kSharedBytes = kSteps * kThreads * 16;  // of a block: what its threads have read, 32 KB
 inline constexpr int kBlocksPerSm = 6;
-inline constexpr int kGroupRows = 32;  // about so many does PlaneScales::hold look at together, if one plane
+inline constexpr int kSurelyPerSm = 4;  // also where another kernel leaves less shared memory
+inline constexpr int kGroupRows = 32;   // about so many does PlaneScales::hold look at together, if one plane
 inline constexpr int kMaxGroups = kSteps * (kThreads / 32);  // of a block
 inline constexpr int32_t kMagnitudeBits = 0x7fffffff;
 
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       BlockOfRows::make(sources, kPass == PlanePass::kBoth ? block : static_cast<int>(blockIdx.x));
   const PlaneScales scales(sources.params, rows.batch, rows.kv_head);
 
-  // To shared memory: registers would take less at a time. A thread reads what it has copied.
+  // By way of shared memory, which has room for more than registers. A thread reads what it has copied.
   extern __shared__ __align__(128) uint8_t shared[];
   auto* const own = reinterpret_cast<float4*>(shared) + threadIdx.x;
   rows.for_each([&](int i, int64_t offset, bool exists) {
@@ -211,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
 }
 
-// The largest bound of ds among a block's rows may be this many times the least. With two planes these share
+// The largest bound of ds among neighboring rows may be this many times the least. With two planes they share
 // a factor of ds, and reach 2^-40 of the largest ds. So a row whose p are all 1 / S keeps 18 bits (15 of long
 // sequences) beside one of which a single key takes all.
 template <bool kIsFine>
@@ -376,7 +377,7 @@ Status launch_planes(const AttentionParams& params, const void* dout, const Laun
   if (status.failed()) return status;
   // Blocks of a key head wait for each other, so all of them must fit on the GPU, also beside those of seven
   // other calls. Longer arrays are read twice, which their kernels make up for.
-  if (ptx::kBlocksRunSideBySide && most_of_head <= kBlocksPerSm * context.multiprocessors / 8) {
+  if (ptx::kBlocksRunSideBySide && most_of_head <= kSurelyPerSm * context.multiprocessors / 8) {
     return launch(plane_kernel<PlanePass::kBoth>, blocks, kThreads, kSharedBytes, context, sources);
   }
   status = launch(plane_kernel<PlanePass::kMaxima>, blocks, kThreads, kSharedBytes, context, sources);

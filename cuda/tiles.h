@@ -184,7 +184,7 @@ struct BackwardBiasTile {
   int blocks_per_sm;     // sets the register budget
 };
 
-// `has_parts`: products of float32 by three of parts take more registers.
+// `has_parts`: three products of parts of float32 take more registers.
 constexpr BackwardBiasTile backward_bias_tile(int element_bytes, bool has_parts = false) {
   if (element_bytes == 2) return {128, 128, 64, 8, 4, 1};  // 64 KB
   if (element_bytes == 8) return {64, 64, 16, 8, 4, 1};    // 32 KB

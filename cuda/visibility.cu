@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kMaskThreads)
       for (int i = 0; i < kBlock / 8; ++i) {
         const bool exists = row_of(i) < rows && first_key < keys;
         const uint8_t* from_row = from + (exists ? row_of(i) * mask.row_stride + first_key : 0);
-        bytes[i] = exists ? *reinterpret_cast<const uint4*>(from_row) : make_uint4(0, 0, 0, 0);
+        bytes[i] = exists ? *reinterpret_cast<const uint4*>(from_row) : uint4{};
       }
 #pragma unroll
       for (int i = 0; i < kBlock / 8; ++i) bits[i] = pack(bytes[i]);
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kMaskThreads)
       for (int i = 0; i < kBlock / 8; ++i) {
         const uint8_t* from_row = from + row_of(i) * mask.row_stride;
         bits[i] = 0;
-#pragma unroll 1
+#pragma unroll 4
         for (int j = 0; row_of(i) < rows && j < 16 && first_key + j < keys; ++j) {
           bits[i] |= uint32_t{from_row[(first_key + j) * mask.key_stride] != 0} << j;
         }

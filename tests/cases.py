@@ -229,6 +229,9 @@ CASES = [
     case("one query", t=1, s=200, n=4),
     case("one key", t=77, s=1, h=16),
     case("one and one", t=1, s=1, h=16),
+    case("one block of keys", t=333, s=128, n=4, k=2),
+    case("one block of keys, causal", t=111, s=111, h=128, is_causal=True),
+    case("one block of keys, deterministic", t=300, s=77, h=40, deterministic=True),
     case("odd sizes", batch=1, t=129, s=127, n=3, k=3),
     case("64 keys over", t=66, s=192),
     case(

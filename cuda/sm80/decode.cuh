@@ -506,8 +506,8 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
 
   // How many parts a group has depends on the shape of a sequence alone; what a block takes, on the batch,
   // too. With three groups for every four multiprocessors, or more, longer blocks are faster than more of
-  // them, unless multiprocessors would idle in the last round of thread blocks, which parts fill better. So
-  // are whole tiles that are equally long, if there is a round of them: memory is read in fewer, longer
+  // them, unless there are so few more than run side by side that parts save an eighth of the rounds' time.
+  // So are whole tiles that are equally long, if there is a round of them: memory is read in fewer, longer
   // streams.
   const int64_t rows = number_of_rows(params), row_tiles = ceil_div(rows, Config::kRows);
   const int64_t tiles = params.batch * params.num_kv_heads * row_tiles;
@@ -521,11 +521,13 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
   const int64_t groups = ceil_div(num_parts, group_parts) * tiles;
   const bool is_forced = context.forced_tile != ForcedTile::kNone,
              is_long = context.forced_tile == ForcedTile::kLong;
-  auto rounds_of = [&](int64_t blocks) {
-    return ceil_div(blocks, int64_t{Config::kBlocksPerSm} * context.multiprocessors);
-  };
-  const bool would_idle = tiles < 2 * int64_t{context.multiprocessors} &&
-                          8 * rounds_of(num_parts * tiles) <= 7 * rounds_of(groups) * group_parts;
+  const int blocks_per_sm =
+      std::min(Config::kBlocksPerSm,
+               context.shared_memory_per_sm / (Config::kSharedBytes + Config::kHalfBytes + 1024));
+  const int64_t side_by_side = int64_t{std::max(blocks_per_sm, 1)} * context.multiprocessors;
+  const bool would_idle =
+      groups > side_by_side && tiles < 2 * context.multiprocessors &&
+      8 * ceil_div(num_parts * tiles, side_by_side) <= 7 * ceil_div(groups, side_by_side) * group_parts;
   const bool are_many = is_forced ? is_long : 4 * groups >= 3 * context.multiprocessors && !would_idle;
   const bool takes_groups = group_parts > 1 && are_many;
   const int64_t unit_parts = takes_groups ? group_parts : 1, num_units = ceil_div(num_parts, unit_parts);

@@ -24,7 +24,8 @@
 //   warp 0      draws the next item; loads k, then q
 //   warp 1      loads v, then dout
 //   warp 2      loads lse and delta
-//   warp 3      with dq: adds it to dq_accum, 64 rows at once; copies ds to memory, if that is wanted
+//   warp 3      with dq: adds it to dq_accum, 64 rows at once, or writes it there; copies ds to memory, if
+//               that is wanted
 //   warps 4...  two consumers
 //
 // Timeline of one consumer, with dq: the last blocks of queries 1 and 2 of a tile t, and the first block 0 of
@@ -1302,7 +1303,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 inline Fragments dq_sums(const BackwardParams& params) {
   return {params.dq_accum, params.batch, params.num_heads, params.seqlen_q, params.head_dim};
 }
-// Does a single block of keys have all that each query sees, and is there none for which it does nothing?
+// Does a single block have all keys, and does it go through every block of queries?
 inline bool has_one_block(const BackwardParams& params, int block_n) {
   return params.seqlen_kv <= block_n && (is_full(params) || is_triangle(params));
 }
