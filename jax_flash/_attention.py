@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -203,10 +202,7 @@ def normal_form(
 
     scale_factor = _checks.check_scale_array(scale)
     if scale_factor is not None:
-        # A power of two, so that the remaining factor is exact; near the default, so that dq and dk without the factor
-        # fit in float16.
-        scale = 2.0 ** round(math.log2(1 / math.sqrt(head_dim)))
-        scale_factor = scale_factor / scale
+        scale = 1.0  # not 1 / sqrt(H): with large factors, dq and dk without them would be subnormal in float16
     options = AttentionOptions.resolve(head_dim, scale=scale, **static)
     _checks.check_scale(options.scale, query.dtype)
 

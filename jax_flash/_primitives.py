@@ -517,7 +517,14 @@ def define(name: str, abstract_eval: Callable) -> Primitive:
 
     @functools.cache
     def compiled(params: tuple[tuple[str, Any], ...]) -> Callable:
-        return jax.jit(functools.partial(primitive.bind, **dict(params)))
+        def program(*args):
+            return primitive.bind(*args, **dict(params))
+
+        program.__name__ = program.__qualname__ = name
+        # As JAX marks the programs of its own primitives: with jax_debug_nans it does not run them again, one operation
+        # after the other, where a NaN comes out.
+        program._apply_primitive = True
+        return jax.jit(program)
 
     @primitive.def_impl
     def run(*args, **params):

@@ -52,8 +52,8 @@ def attention_fn(
     - Dropout keeps other weights, since its bits come from another generator, and draws for each batch element and
       head. (Flax draws once for all of them, unless `broadcast_dropout` is False.)
 
-    All parameters of flax are listed, because linen silently drops unlisted ones. Those that the kernels do not
-    support are refused.
+    All parameters that flax's layers pass are listed, because linen silently drops unlisted ones. Those that the
+    kernels do not support are refused.
 
     A causal layer needs no mask, an array of T x S to write and read. Give linen
     `functools.partial(attention_fn, is_causal=True)`, and call an nnx layer with `is_causal=True`. An nnx layer that
@@ -113,10 +113,9 @@ def attention_fn(
     inputs = [as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
     if dtype is None:
         dtype = jnp.result_type(*inputs)
-    try:
-        query, key, value = (x.astype(dtype) for x in inputs)
-    except TypeError:
-        raise TypeError(f"dtype must be None or a dtype, got {dtype!r}.") from None
+    elif not _is_floating(dtype):
+        raise TypeError(f"dtype must be None or a floating-point dtype, got {dtype!r}.")
+    query, key, value = (x.astype(dtype) for x in inputs)
     if query.ndim < 3:
         raise ValueError(f"query must have shape [..., T, N, H], got shape {list(query.shape)}.")
     *batch, seqlen_q, num_heads, _ = query.shape
@@ -165,6 +164,13 @@ def attention_fn(
         implementation=implementation,
     )
     return out.reshape(*batch, seqlen_q, num_heads, out.shape[-1])
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        return False
 
 
 def _fold_batch(name: str, x: jax.Array, scores: tuple[int, ...]) -> jax.Array:

@@ -324,3 +324,13 @@ def test_float64_without_x64_is_float32():
     assert call(dict(query=q, key=q, value=q)).dtype == jnp.float32
     with harness.x64("float64"):
         assert call(dict(query=q, key=q, value=q)).dtype == jnp.float64
+
+
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_debug_nans_names_the_pass(jit, forward_mode, platform):
+    x = np.ones((1, 4, 1, 8), np.float32)
+    x[0, 0] = np.inf
+    call = jit(lambda x: jax_flash.flash_attention(x, x, x, forward_mode=forward_mode))
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan.* in jax_flash_forward"):
+        call(x)

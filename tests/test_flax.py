@@ -548,8 +548,9 @@ def test_names_what_is_no_array_and_no_dtype():
     for name in ("bias", "mask"):
         with pytest.raises(TypeError, match=rf"{name} must be a JAX or NumPy array, got .* float"):
             attention_fn(q, k, v, **{name: 1.0})
-    with pytest.raises(TypeError, match="dtype must be None or a dtype, got 'foo'"):
-        attention_fn(q, k, v, dtype="foo")
+    for dtype in ("foo", "int32"):
+        with pytest.raises(TypeError, match=f"dtype must be None or a floating-point dtype, got '{dtype}'"):
+            attention_fn(q, k, v, dtype=dtype)
 
 
 def test_refuses_to_record_the_weights():

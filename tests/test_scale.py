@@ -92,6 +92,29 @@ def test_at_zero_all_keys_weigh_the_same_and_there_is_a_gradient(platform):
     np.testing.assert_array_equal(got.dq, 0)
 
 
+@pytest.mark.parametrize("scale", [10.0, 100.0])
+def test_gradients_of_float16_keep_their_digits(scale, platform):
+    """A temperature of unit vectors: gradients without the scale would be below float16's normal numbers."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = rng.standard_normal((4, 1, 128, 1, 64))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    arrays = [x.astype(np.float16) for x in (q, k, v, 1e-4 * dout)]
+    q, k, v, dout = arrays
+    vjp = jax.vjp(lambda q, k, scale: jax_flash.flash_attention(q, k, v, scale=scale), q, k, jnp.float32(scale))[1]
+    dq, dk, _ = vjp(dout)
+    want = oracle.attention(*arrays, scale=scale)
+    for got, exact in ((dq, want.dq), (dk, want.dk)):
+        assert np.linalg.norm(np.asarray(got, np.float64) - exact) <= 2e-3 * np.linalg.norm(exact)
+
+
+def test_takes_the_largest_numbers(platform):
+    tiny = np.full((1, 4, 1, 16), 1e-20, np.float32)
+    one = np.ones_like(tiny)
+    for implementation in (None, "xla"):
+        call = functools.partial(jax_flash.flash_attention, tiny, 1e-8 * tiny, one, implementation=implementation)
+        np.testing.assert_array_equal(call(scale=jnp.float32(3e38)), one)
+
+
 def test_nan_beyond_the_lengths_does_not_reach_the_gradient(platform):
     case = next(case for case in CASES if case.name == "lengths")
     options = case.static | case.operands(np.float32)
