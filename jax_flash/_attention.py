@@ -202,7 +202,8 @@ def normal_form(
 
     scale_factor = _checks.check_scale_array(scale)
     if scale_factor is not None:
-        scale = 1.0  # not 1 / sqrt(H): with large factors, dq and dk without them would be subnormal in float16
+        # Not 1 / sqrt(H): with a large factor, dq and dk without it would be subnormal in float16.
+        scale = 1.0
     options = AttentionOptions.resolve(head_dim, scale=scale, **static)
     _checks.check_scale(options.scale, query.dtype)
 

@@ -332,5 +332,5 @@ def test_debug_nans_names_the_pass(jit, forward_mode, platform):
     x = np.ones((1, 4, 1, 8), np.float32)
     x[0, 0] = np.inf
     call = jit(lambda x: jax_flash.flash_attention(x, x, x, forward_mode=forward_mode))
-    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan.* in jax_flash_forward"):
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"nan.* in jax_flash_forward"):
         call(x)

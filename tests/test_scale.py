@@ -98,11 +98,11 @@ def test_gradients_of_float16_keep_their_digits(scale, platform):
     rng = np.random.default_rng(0)
     q, k, v, dout = rng.standard_normal((4, 1, 128, 1, 64))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    arrays = [x.astype(np.float16) for x in (q, k, v, 1e-4 * dout)]
-    q, k, v, dout = arrays
-    vjp = jax.vjp(lambda q, k, scale: jax_flash.flash_attention(q, k, v, scale=scale), q, k, jnp.float32(scale))[1]
+    q, k, v, dout = (x.astype(np.float16) for x in (q, k, v, 1e-4 * dout))
+    call = functools.partial(jax_flash.flash_attention, value=v)
+    vjp = jax.vjp(lambda q, k, scale: call(q, k, scale=scale), q, k, jnp.float32(scale))[1]
     dq, dk, _ = vjp(dout)
-    want = oracle.attention(*arrays, scale=scale)
+    want = oracle.attention(q, k, v, dout, scale=scale)
     for got, exact in ((dq, want.dq), (dk, want.dk)):
         assert np.linalg.norm(np.asarray(got, np.float64) - exact) <= 2e-3 * np.linalg.norm(exact)
 
@@ -111,7 +111,9 @@ def test_takes_the_largest_numbers(platform):
     tiny = np.full((1, 4, 1, 16), 1e-20, np.float32)
     one = np.ones_like(tiny)
     for implementation in (None, "xla"):
-        call = functools.partial(jax_flash.flash_attention, tiny, 1e-8 * tiny, one, implementation=implementation)
+        call = functools.partial(
+            jax_flash.flash_attention, tiny, 1e-8 * tiny, one, implementation=implementation
+        )
         np.testing.assert_array_equal(call(scale=jnp.float32(3e38)), one)
 
 
