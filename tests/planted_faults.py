@@ -260,6 +260,9 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          "test_transforms.py::test_shard_map_over_some_axes_gathers_nothing"),
     ],
     "jax_flash/_primitives.py": [
+        ("with jax_debug_nans, programs of one pass are run again",
+         "program._apply_primitive = True", "pass",
+         "test_errors.py::test_debug_nans_names_the_pass[cpu-eager-False]"),
         ("no barrier after the kernels",
          "return list(stablehlo.OptimizationBarrierOp(results).results)", "return results",
          "test_transforms.py::test_results_on_cuda_stand_behind_a_barrier"),

@@ -98,8 +98,11 @@ struct SharedRows {
 
 // ---- A part of the keys, or a group of parts ----
 
-// Do three thread blocks fit into the 228 KB of a multiprocessor, of which the system takes 1 KB for each?
-constexpr bool three_fit(int shared_bytes) { return 3 * (shared_bytes + 1024) <= 228 * 1024; }
+// Of the shared memory of a multiprocessor, the system takes so much for each thread block.
+inline constexpr int kSystemBytes = 1024;
+
+// Do three thread blocks fit into the 228 KB of a multiprocessor?
+constexpr bool three_fit(int shared_bytes) { return 3 * (shared_bytes + kSystemBytes) <= 228 * 1024; }
 
 template <class Arithmetic_, int kHeadDim_, bool kManyRows_, PairPolicy kPolicy_>
 struct DecodeConfig {
@@ -523,7 +526,7 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
              is_long = context.forced_tile == ForcedTile::kLong;
   const int blocks_per_sm =
       std::min(Config::kBlocksPerSm,
-               context.shared_memory_per_sm / (Config::kSharedBytes + Config::kHalfBytes + 1024));
+               context.shared_memory_per_sm / (Config::kSharedBytes + Config::kHalfBytes + kSystemBytes));
   const int64_t side_by_side = int64_t{std::max(blocks_per_sm, 1)} * context.multiprocessors;
   const bool would_idle =
       groups > side_by_side && tiles < 2 * context.multiprocessors &&
