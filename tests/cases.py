@@ -229,9 +229,6 @@ CASES = [
     case("one query", t=1, s=200, n=4),
     case("one key", t=77, s=1, h=16),
     case("one and one", t=1, s=1, h=16),
-    case("one block of keys", t=333, s=128, n=4, k=2),
-    case("one block of keys, causal", t=111, s=111, h=128, is_causal=True),
-    case("one block of keys, deterministic", t=300, s=77, h=40, deterministic=True),
     case("odd sizes", batch=1, t=129, s=127, n=3, k=3),
     case("64 keys over", t=66, s=192),
     case(
@@ -280,7 +277,6 @@ CASES = [
     ),
     case("bias", n=4, k=2, t=150, s=131, bias=Bias("1NTS")),
     case("bias of all", t=130, s=129, h=128, bias=Bias("BNTS", dtype="float32")),
-    case("bias of all, even numbers of keys", t=67, s=134, bias=Bias("BNTS", dtype="float32")),
     case("bias of batch and keys", s=97, n=3, k=3, bias=Bias("B11S")),
     case("bias of batch and rows", t=97, n=4, k=1, bias=Bias("B1T1")),
     case("bias of heads and rows", t=131, s=70, n=3, k=1, bias=Bias("NT1", dtype="float32")),
@@ -752,6 +748,10 @@ CASES = [
         dropout_rate=0.1,
         dropout_seed=3,
     ),
+    case("one block of keys", t=333, s=128, n=4, k=2),
+    case("one block of keys, causal", t=111, s=111, h=128, is_causal=True),
+    case("one block of keys, deterministic", t=300, s=77, h=40, deterministic=True),
+    case("bias of all, even numbers of keys", t=67, s=134, bias=Bias("BNTS", dtype="float32")),
 ]
 
 # Each option as it appears in the table of pairs of options, for 99 queries and 133 keys.
