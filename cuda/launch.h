@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 
@@ -112,6 +113,15 @@ Status launch_pairs(void (*kernel)(Parameters...), int64_t pairs, int threads, i
   in_pairs.id = cudaLaunchAttributeClusterDimension;
   in_pairs.val.clusterDim = {2, 1, 1};
   return launch_with(&in_pairs, kernel, 2 * pairs, threads, shared_bytes, context, parameters...);
+}
+
+// Of the shared memory of a multiprocessor, the system takes so much for each thread block.
+inline constexpr int kSystemBytes = 1024;
+
+// How many thread blocks of `shared_bytes` fit on a multiprocessor, if registers leave room for `most`.
+inline int blocks_that_fit(int most, int shared_bytes, const LaunchContext& context) {
+  if (shared_bytes > context.shared_memory_per_block) return 0;
+  return std::min(most, context.shared_memory_per_sm / (shared_bytes + kSystemBytes));
 }
 
 __host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -14,9 +14,10 @@ namespace jax_flash::cuda {
 namespace {
 
 inline constexpr int kThreads = 256;
-inline constexpr int kMaxColumns = 256;                      // Hopper's kernels for float32 have no more
-inline constexpr int kSteps = 8;                             // rows of a block that a thread has a part of
-inline constexpr int kSharedBytes = kSteps * kThreads * 16;  // of a block: what its threads have read, 32 KB
+inline constexpr int kMaxColumns = 256;  // Hopper's kernels for float32 have no more
+inline constexpr int kSteps = 8;         // rows of a block that a thread has a part of
+// Of a block: what its threads have read, 32 KB.
+inline constexpr int kSharedBytes = kSteps * kThreads * 16;
 inline constexpr int kBlocksPerSm = 6;
 inline constexpr int kSurelyPerSm = 4;  // also where another kernel leaves less shared memory
 inline constexpr int kGroupRows = 32;   // about so many does PlaneScales::hold look at together, if one plane

@@ -456,9 +456,7 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
     if (!params.leaves_dq) dq_accum = static_cast<Sum*>(params.dq);
   }
   auto blocks_per_sm = [&](int stages) {
-    const int bytes = Config::shared_bytes(stages);
-    if (bytes > context.shared_memory_per_block) return 0;
-    return std::min(Config::kTile.blocks_per_sm, context.shared_memory_per_sm / (bytes + 1024));
+    return blocks_that_fit(Config::kTile.blocks_per_sm, Config::shared_bytes(stages), context);
   };
   if (blocks_per_sm(1) == 0) return Status::not_served();
   const int stages = blocks_per_sm(2) >= blocks_per_sm(1) ? 2 : 1;

@@ -98,9 +98,6 @@ struct SharedRows {
 
 // ---- A part of the keys, or a group of parts ----
 
-// Of the shared memory of a multiprocessor, the system takes so much for each thread block.
-inline constexpr int kSystemBytes = 1024;
-
 // Do three thread blocks fit into the 228 KB of a multiprocessor?
 constexpr bool three_fit(int shared_bytes) { return 3 * (shared_bytes + kSystemBytes) <= 228 * 1024; }
 
@@ -524,10 +521,8 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
   const int64_t groups = ceil_div(num_parts, group_parts) * tiles;
   const bool is_forced = context.forced_tile != ForcedTile::kNone,
              is_long = context.forced_tile == ForcedTile::kLong;
-  const int blocks_per_sm =
-      std::min(Config::kBlocksPerSm,
-               context.shared_memory_per_sm / (Config::kSharedBytes + Config::kHalfBytes + kSystemBytes));
-  const int64_t side_by_side = int64_t{std::max(blocks_per_sm, 1)} * context.multiprocessors;
+  const int fit = blocks_that_fit(Config::kBlocksPerSm, Config::kSharedBytes + Config::kHalfBytes, context);
+  const int64_t side_by_side = int64_t{std::max(fit, 1)} * context.multiprocessors;
   const bool would_idle =
       groups > side_by_side && tiles < 2 * context.multiprocessors &&
       8 * ceil_div(num_parts * tiles, side_by_side) <= 7 * ceil_div(groups, side_by_side) * group_parts;

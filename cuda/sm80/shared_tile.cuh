@@ -79,7 +79,7 @@ struct HeadRows {
 template <class Element>
 HeadRows head_rows(const void* data, int64_t heads, int64_t head_dim, int64_t low = 0) {
   const int64_t bytes = head_dim * int64_t{sizeof(Element)};
-  // Addresses of whole rows in pages have strides of 32 bits.
+  // Copies of 16 bytes from pages compute addresses with a stride of 32 bits.
   const bool is_moderate = heads * bytes < int64_t{1} << 32;
   const int copy_bytes = bytes % 16 == 0 && is_moderate ? 16 : bytes % 4 == 0 ? 4 : 2;
   return {data, low, heads * head_dim, static_cast<int>(head_dim), copy_bytes};
