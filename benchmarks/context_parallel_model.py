@@ -266,8 +266,10 @@ def by_heads(machine: Machine, attention: Attention, num_devices: int) -> Predic
     keys = max(1, num_devices / attention.num_kv_heads) * attention.key_bytes(attention.length) / num_devices
     queries = attention.query_bytes(attention.length) / num_devices
     lse = 4 * attention.batch * attention.length * attention.num_heads / num_devices
-    # q, k, v; out, lse; and q, k, v, out, lse, dout; dq, dk, dv.
-    moved = [queries, keys, queries, lse, queries, keys, queries, lse, queries, queries, keys]
+    # q, k, v; out, lse; and out, lse, dout; dq, dk, dv.
+    moved = [queries, keys, queries, lse, queries, lse, queries, queries, keys]
+    if num_devices > attention.num_kv_heads:
+        moved.append(keys)  # again for the backward pass
     of_one = [attention.kernel(machine, x, attention.seen(1)).item() for x in (FORWARD, BACKWARD)]
     seconds = sum(machine.exchange(x, num_devices) for x in moved)
     seconds += sum(machine.call + (x - machine.call) / num_devices for x in of_one)

@@ -142,6 +142,9 @@ class _Plan:
         def sharding(name: str, axes: list[str]) -> NamedSharding:
             keys = self._rows if self._has_own_keys(name) else self._scattered.get(name) or None
             parts = mesh_axes | {"k": mesh_axes["n"], "s": keys}
+            if self._exchange and not self._is_copied(name):
+                heads = *_sharding.as_tuple(mesh_axes["n"] or ()), *_sharding.as_tuple(self._rows)
+                parts |= {"n": heads, "k": heads, "t": None, "s": None}
             return NamedSharding(mesh, PartitionSpec(*map(parts.get, axes)))
 
         self.arg_shardings = {name: sharding(name, axes) for name, axes in sharded.arg_axes.items()}
@@ -206,15 +209,20 @@ class _Plan:
         """Whether a device has the array's keys that are beside its queries, before or after the call."""
         return has_keys(name) and bool(self._halo or self._exchange)
 
+    def _is_copied(self, name: str) -> bool:
+        """Whether these are keys whose heads several devices need, which no sharding says."""
+        return has_keys(name) and self._exchange is not None and self._exchange.copies > 1
+
     def run(self, *args: jax.Array) -> list[jax.Array]:
         """The device's part of the results, from its part of the arguments."""
-        sharded, exchange = self._sharded, self._exchange
+        sharded = self._sharded
         part = sharded.named(args)
         with no_mesh():
-            if exchange:
-                part = {
-                    name: exchange.to_heads(x, sharded.arg_axes[name], _rows(name))
+            if self._exchange:
+                part |= {
+                    name: self._exchange.to_heads(x, *_rows_and_heads(sharded.arg_axes[name]))
                     for name, x in part.items()
+                    if self._is_copied(name)
                 }
             elif self._rows:
                 row = jax.lax.axis_index(self._rows) * self._num_rows
@@ -244,8 +252,8 @@ class _Plan:
         axes = self._sharded.result_axes[name]
         if self._halo and has_keys(name):
             return self._halo.sum_parts(x)
-        if self._exchange:
-            x = self._exchange.to_rows(x, axes, _rows(name))
+        if self._is_copied(name):
+            x = self._exchange.to_rows(x, *_rows_and_heads(axes))
         if self._summed[name]:
             keys = axes.index("s") if self._scattered[name] else None
             x = sum_over_devices(x, self._summed[name], self._scattered[name], keys)
@@ -259,9 +267,9 @@ class _Plan:
         return jnp.pad(x, [(0, whole - own) for whole, own in zip(shape, x.shape, strict=True)])
 
 
-def _rows(name: str) -> str:
-    """The letter of an array's rows, which are sharded with the sequence, whether it has rows or not."""
-    return "s" if has_keys(name) else "t"
+def _rows_and_heads(axes: list[str]) -> tuple[int, int]:
+    """The places of these axes of an array of keys."""
+    return axes.index("s"), axes.index("k")
 
 
 def _by_query_head(axes: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -338,6 +339,18 @@ def test_heads_are_exchanged(heads, options, axis_type, free_exchange):
     assert kinds_of_wide(collectives(compiled.as_text())) == {"all-to-all"}
 
 
+def test_arguments_are_exchanged_once(free_exchange):
+    """The backward pass has the queries, keys and values that the forward pass exchanged."""
+    q, k, v = (random(B, T, 8, H, seed=seed) for seed in range(3))
+    placed = put(mesh_of(NUMBER), ROWS, q, k, v)
+    moved = collectives(jax.jit(with_gradients({})).lower(*placed, {}).compile().as_text())
+    elements = sum(
+        math.prod(shape) for kind, shape in moved if kinds_of_wide([(kind, shape)]) == {"all-to-all"}
+    )
+    # q, k, v and out; out, its cotangent and the gradients.
+    assert elements == 9 * q.size / NUMBER
+
+
 # Which calls may be divided by heads: arguments, and the heads of queries and of keys.
 _MAY_BE_DIVIDED = {
     "causal": (dict(is_causal=True), (8, 2), True),
@@ -405,10 +418,12 @@ def test_sums_of_a_bias_are_added_up_before_they_move():
     """The kernels sum its gradient over blocks of 64 rows."""
     q, k, v = (random(B, 256, 8, H, seed=i) for i in range(3))
     bias = random(8, 1, 256)
-    f = jax.jit(jax.grad(lambda *args: jnp.sum(attend(*args[:3], {}, dict(bias=args[3]))[0]), (0, 3)))
-    placed = *put(mesh_of(NUMBER), ROWS, q, k, v), bias
-    compiled = f.lower(*placed).compile()
-    (dq, dbias), (want_dq, want_dbias) = compiled(*placed), f(q, k, v, bias)
+    gradients = jax.grad(lambda *args: jnp.sum(attend(*args[:3], {}, dict(bias=args[3]))[0]), (0, 3))
+    mesh = mesh_of(NUMBER)
+    placed = *put(mesh, ROWS, q, k, v), bias
+    shardings = placed[0].sharding, NamedSharding(mesh, P())
+    compiled = jax.jit(gradients, out_shardings=shardings).lower(*placed).compile()
+    (dq, dbias), (want_dq, want_dbias) = compiled(*placed), jax.jit(gradients)(q, k, v, bias)
     np.testing.assert_array_equal(dq, want_dq)
     np.testing.assert_allclose(dbias, want_dbias, rtol=1e-5, atol=1e-4)
     moved = collectives(compiled.as_text())
