@@ -7,6 +7,7 @@ whatever is masked, and none has the keys of all heads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ _SEGMENTS_OF_A_ROW = 16
 
 
 class HeadExchange(NamedTuple):
-    """Arrays are exchanged by XLA: they go to a call sharded along the heads. Here are those keys that several need."""
+    """By collectives within a call. Where XLA can, it exchanges arrays itself: see `_on_shards._Plan`."""
 
     axes: str | tuple[str, ...]  # of the mesh, over which the sequence is sharded
     num_devices: int
@@ -37,17 +38,37 @@ class HeadExchange(NamedTuple):
         """How many devices need each key head."""
         return max(self.num_devices // self.num_kv_heads, 1)
 
-    def to_heads(self, x: jax.Array, rows: int, heads: int) -> jax.Array:
-        """All rows of the device's key head, from its rows of all heads; `rows` and `heads` are axes."""
-        return self._exchange(jnp.repeat(x, self.copies, heads), heads, rows)
+    def to_heads(self, x: jax.Array, letters: Sequence[str], rows: str) -> jax.Array:
+        """All rows of the device's heads, from its rows of all heads. A key head that several need is sent to each.
 
-    def to_rows(self, x: jax.Array, rows: int, heads: int) -> jax.Array:
-        """The device's rows of all heads, from all rows of its own.
+        Args:
+          x: an array that may have rows or heads.
+          letters: of its axes, as in `_operands.AXES`.
+          rows: the letter of its rows.
+        """
+        heads = _heads(letters)
+        if rows not in letters:
+            if heads is None:
+                return x
+            size = x.shape[heads] // self.num_devices
+            return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axes) * size, size, heads)
+        if heads is None:
+            return lax.all_gather(x, self.axes, axis=letters.index(rows), tiled=True)
+        x = jnp.repeat(x, self._copies(rows), heads)
+        return self._exchange(x, heads, letters.index(rows))
+
+    def to_rows(self, x: jax.Array, letters: Sequence[str], rows: str) -> jax.Array:
+        """The device's rows of all heads, or without rows all heads, from those of its heads.
 
         What several devices have for one key head is summed, and rounded to the array's dtype once.
         """
-        x = self._exchange(x, rows, heads)
-        copied = x.reshape(*x.shape[:heads], self.num_kv_heads, self.copies, *x.shape[heads + 1 :])
+        heads = _heads(letters)
+        if rows not in letters:
+            return lax.all_gather(x, self.axes, axis=heads, tiled=True)
+        x = self._exchange(x, letters.index(rows), heads)
+        if (copies := self._copies(rows)) == 1:
+            return x
+        copied = x.reshape(*x.shape[:heads], x.shape[heads] // copies, copies, *x.shape[heads + 1 :])
         return jnp.sum(copied, heads + 1, sum_dtype(x.dtype)).astype(x.dtype)
 
     def _exchange(self, x: jax.Array, split: int, concat: int) -> jax.Array:
@@ -62,6 +83,10 @@ class HeadExchange(NamedTuple):
         shape = list(parts.shape[1:])
         shape[concat] *= self.num_devices
         return jnp.moveaxis(parts, 0, concat).reshape(shape)
+
+    def _copies(self, rows: str) -> int:
+        """How many devices need each head of an array with these rows."""
+        return self.copies if rows == "s" else 1
 
 
 def of(
@@ -104,3 +129,8 @@ def uneven_keys(seqlen_kv: int, options: AttentionOptions, has_segments: bool) -
     if has_segments:
         return seqlen_kv / _SEGMENTS_OF_A_ROW
     return 0 if options.reach == (-1, -1) else seqlen_kv
+
+
+def _heads(letters: Sequence[str]) -> int | None:
+    """The axis of the heads."""
+    return next((axis for axis, letter in enumerate(letters) if letter in ("n", "k")), None)

@@ -120,6 +120,7 @@ class _Plan:
         self._sharded = sharded
         mesh_axes = self._mesh_axes(mesh, args)
         self._halo, self._exchange = self._halo_or_exchange(mesh, mesh_axes, args)
+        self._xla_exchanges = self._can_xla_exchange(mesh, mesh_axes, args)
         self._num_rows = sharded.seqlen_q // _sharding.num_parts(mesh, mesh_axes["t"])
         if "dropout_seeds" in args and self._num_rows % _dropout.UNIT and not self._exchange:
             mesh_axes["t"] = self._halo = None  # each device has all rows
@@ -142,7 +143,8 @@ class _Plan:
         def sharding(name: str, axes: list[str]) -> NamedSharding:
             keys = self._rows if self._has_own_keys(name) else self._scattered.get(name) or None
             parts = mesh_axes | {"k": mesh_axes["n"], "s": keys}
-            if self._exchange and not self._is_copied(name):
+            if self._exchange and not self._is_exchanged_within(name):
+                # Of the heads that a device has already, it gets a part.
                 heads = *_sharding.as_tuple(mesh_axes["n"] or ()), *_sharding.as_tuple(self._rows)
                 parts |= {"n": heads, "k": heads, "t": None, "s": None}
             return NamedSharding(mesh, PartitionSpec(*map(parts.get, axes)))
@@ -205,13 +207,28 @@ class _Plan:
         uneven_keys = _head_exchange.uneven_keys(lengths[1], sharded.options, "query_segment_ids" in args)
         return None, _head_exchange.of(rows, mesh, lengths, heads, uneven_keys)
 
+    def _can_xla_exchange(self, mesh: Mesh, mesh_axes: dict[str, Any], args: dict[str, Any]) -> bool:
+        """Whether XLA exchanges heads by an all-to-all, and does not gather whole arrays.
+
+        Seen with jax 0.12: it gathers if some axis of the mesh shards none of these axes of the queries, or other heads
+        than theirs.
+        """
+        *batch, rows, heads, _ = _divisible_spec(mesh, args["q"])
+        used = {axis for axes in (*batch, rows, heads) for axis in _sharding.as_tuple(axes)}
+        return heads == mesh_axes["n"] and all(axis in used or size == 1 for axis, size in mesh.shape.items())
+
     def _has_own_keys(self, name: str) -> bool:
         """Whether a device has the array's keys that are beside its queries, before or after the call."""
         return has_keys(name) and bool(self._halo or self._exchange)
 
-    def _is_copied(self, name: str) -> bool:
-        """Whether these are keys whose heads several devices need, which no sharding says."""
-        return has_keys(name) and self._exchange is not None and self._exchange.copies > 1
+    def _is_exchanged_within(self, name: str) -> bool:
+        """Whether heads of an array are exchanged in the call, not by XLA on the way to it, once for all passes.
+
+        No sharding says that several devices need the same key head.
+        """
+        if self._exchange is None:
+            return False
+        return not self._xla_exchanges or (has_keys(name) and self._exchange.copies > 1)
 
     def run(self, *args: jax.Array) -> list[jax.Array]:
         """The device's part of the results, from its part of the arguments."""
@@ -220,9 +237,9 @@ class _Plan:
         with no_mesh():
             if self._exchange:
                 part |= {
-                    name: self._exchange.to_heads(x, *_rows_and_heads(sharded.arg_axes[name]))
+                    name: self._exchange.to_heads(x, sharded.arg_axes[name], _rows(name))
                     for name, x in part.items()
-                    if self._is_copied(name)
+                    if self._is_exchanged_within(name)
                 }
             elif self._rows:
                 row = jax.lax.axis_index(self._rows) * self._num_rows
@@ -252,8 +269,8 @@ class _Plan:
         axes = self._sharded.result_axes[name]
         if self._halo and has_keys(name):
             return self._halo.sum_parts(x)
-        if self._is_copied(name):
-            x = self._exchange.to_rows(x, *_rows_and_heads(axes))
+        if self._is_exchanged_within(name):
+            x = self._exchange.to_rows(x, axes, _rows(name))
         if self._summed[name]:
             keys = axes.index("s") if self._scattered[name] else None
             x = sum_over_devices(x, self._summed[name], self._scattered[name], keys)
@@ -267,9 +284,9 @@ class _Plan:
         return jnp.pad(x, [(0, whole - own) for whole, own in zip(shape, x.shape, strict=True)])
 
 
-def _rows_and_heads(axes: list[str]) -> tuple[int, int]:
-    """The places of these axes of an array of keys."""
-    return axes.index("s"), axes.index("k")
+def _rows(name: str) -> str:
+    """The letter of an array's rows, which are sharded with the sequence, whether it has rows or not."""
+    return "s" if has_keys(name) else "t"
 
 
 def _by_query_head(axes: list[str]) -> list[str]:

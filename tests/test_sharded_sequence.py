@@ -339,6 +339,36 @@ def test_heads_are_exchanged(heads, options, axis_type, free_exchange):
     assert kinds_of_wide(collectives(compiled.as_text())) == {"all-to-all"}
 
 
+# Where XLA would gather whole arrays: an axis of the mesh, and what it shards of the keys.
+_BESIDE = {"unused axis": ("other", ROWS), "heads of keys": ("heads", P(None, "sequence", "heads"))}
+
+
+@pytest.mark.parametrize(
+    ("beside", "options"),
+    [
+        pytest.param(
+            *row, id="-".join(row), marks=[] if row[1] == "alibi, sinks, scale" else pytest.mark.exhaustive
+        )
+        for row in itertools.product(_BESIDE, ("", "alibi, sinks, scale", "dropout"))
+    ],
+)
+def test_heads_are_exchanged_beside_another_axis(beside, options, free_exchange):
+    axis, keys = _BESIDE[beside]
+    static, differentiable = HEAD_OPTIONS[options]
+    q, k, v = of_heads(8, 4)
+    results = with_gradients(static | dict(is_causal=True))
+    want = jax.jit(results)(q, k, v, differentiable)
+    mesh = mesh_of(2, 4, names=(axis, "sequence"))
+    placed = *put(mesh, ROWS, q), *put(mesh, keys, k, v)
+    compiled = jax.jit(results).lower(*placed, differentiable).compile()
+    assert_like_one_device(compiled(*placed, differentiable), want, atol=1e-5)
+    moved = collectives(compiled.as_text())
+    assert "all-to-all" in kinds_of_wide(moved)
+    for kind, shape in moved:
+        whole = kind == "all-gather" and kinds_of_wide([(kind, shape)]) and shape[1] in (T, S)
+        assert not whole, shape
+
+
 def test_arguments_are_exchanged_once(free_exchange):
     """The backward pass has the queries, keys and values that the forward pass exchanged."""
     q, k, v = (random(B, T, 8, H, seed=seed) for seed in range(3))
