@@ -99,9 +99,8 @@ struct PlaneWorkspace {
   JAX_FLASH_INLINE explicit operator bool() const { return scales != nullptr; }
 };
 
-// Numbers of a key head in PlaneWorkspace::scales, before the largest magnitudes in the columns of its
-// values.
-inline constexpr int64_t kPlaneScales = 16;
+// Numbers of a key head in PlaneWorkspace::scales, before those of its columns.
+inline constexpr int64_t kPlaneScales = 20;  // a multiple of 4: vectors follow
 
 struct AttentionParams {
   DType dtype;  // of q, k, v, out and their gradients

@@ -13,7 +13,7 @@
 namespace jax_flash::cuda {
 namespace {
 
-inline constexpr int kThreads = 256;
+inline constexpr int kThreads = 256, kWarps = kThreads / 32;
 inline constexpr int kMaxColumns = 256;  // Hopper's kernels for float32 have no more
 inline constexpr int kSteps = 8;         // rows of a block that a thread has a part of
 // Of a block: what its threads have read, 32 KB.
@@ -21,8 +21,20 @@ inline constexpr int kSharedBytes = kSteps * kThreads * 16;
 inline constexpr int kBlocksPerSm = 6;
 inline constexpr int kSurelyPerSm = 4;  // also where another kernel leaves less shared memory
 inline constexpr int kGroupRows = 32;   // about so many does PlaneScales::hold look at together, if one plane
-inline constexpr int kMaxGroups = kSteps * (kThreads / 32);  // of a block
+inline constexpr int kMaxGroups = 2 * kSteps * kWarps;  // of a block
 inline constexpr int32_t kMagnitudeBits = 0x7fffffff;
+
+// Sums of columns do not depend on the order of blocks: they are of integers, in units in which the largest
+// of a few rows has kSumBits bits. Values may be 2^kMostAboveSample times as large, and the most rows of a
+// block are 2^10, so 32 bits hold its sums.
+inline constexpr int kSampleRows = 8, kSumBits = 14, kMostAboveSample = 6;
+// A mean counts if it is this part of its column's largest magnitude: that of numbers with random signs is
+// not, even of a hundred. It is made a little smaller, so that no difference from it is twice that magnitude,
+// which float16 would not hold.
+inline constexpr float kLeastMean = 0x1p-2f, kOfMean = 1 - 0x1p-10f;
+// And no row may have so many binades less than the few: without its mean it would lose digits. Rows are
+// looked at one by one from 128 columns on, narrower ones by up to 128 numbers.
+inline constexpr int kMostBelowSample = 3;
 
 // What rows of the backward pass may have.
 inline constexpr float kSmallestSize = 0x1p-6f;  // the sum of |dout|, in units of its plane: each about 2^-12
@@ -33,12 +45,17 @@ inline constexpr float kSmallestBound = 0x1p-30f, kLargestBound = 0x1p50f;  // o
 // and of those of two planes, which are the forward pass's to the bit.
 inline constexpr float kLargestLse = 0x1p9f, kLargestFineLse = 0x1p16f;
 
-// An array [B, length, K * group, columns]. An item is a row of a query head (or key head).
+// Bits that have the order of magnitudes; those of infinity and NaN come last.
+__device__ __forceinline__ int32_t magnitude(float x) { return __float_as_int(x) & kMagnitudeBits; }
+
+// An array [B, length, heads, columns], of query or key heads.
 struct PlaneSource {
   const float* data;
   uint16_t* plane;
   int64_t low;  // where the second plane begins; 0: there is none
-  int length, group, columns;
+  int length, heads, columns;
+  int group;           // heads of a key head
+  int step;            // rows that a block takes at a time
   int blocks_of_head;  // of a key head
   int num_blocks;      // of the array; 0 if there is no such array
 };
@@ -51,165 +68,292 @@ struct PlaneSources {
 // What a block makes: maxima in one launch and planes in the next, which reads the array again; or both.
 enum class PlanePass { kMaxima, kPlanes, kBoth };
 
-// A block's items of a key head, and the four columns of each that this thread takes.
+// The rows of a head that a block takes. One thread finds them out, because divisions take long.
 struct BlockOfRows {
-  const PlaneSource& source;
   PlaneScales::Array array;
   int batch, kv_head;
-  int num_kv_heads, first, items;  // the first item, and the number of all items
-  int step;                        // items that the block takes at a time
-  int item, column;                // this thread's in the first step
-  bool is_used;                    // does this thread have one?
+  int first_row, head_rows;  // of those within the lengths
+  int64_t head_offset;       // where the head begins
 
-  __device__ __forceinline__ static BlockOfRows make(const PlaneSources& sources, int block) {
-    int array = 0;
-    while (block >= sources.arrays[array].num_blocks) block -= sources.arrays[array++].num_blocks;
-    return {sources, block, static_cast<PlaneScales::Array>(array)};
-  }
-
-  // Calls f(i, offset, exists) for each of this thread's items: where its columns begin.
-  template <class F>
-  __device__ __forceinline__ void for_each(const F& f) const {
-    const int group = source.group, columns = source.columns;
-    const int64_t row_elements = int64_t{num_kv_heads} * group * columns;
-    const int begin = first + item, row = begin / group;
-    int head = begin - row * group;
-    const int more_rows = step / group, more_heads = step - more_rows * group;
-    int64_t offset = (int64_t{batch} * source.length + row) * row_elements +
-                     (int64_t{kv_head} * group + head) * columns + column;
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      f(i, offset, is_used && begin + i * step < items);
-      offset += more_rows * row_elements + more_heads * columns;
-      head += more_heads;
-      if (head >= group) {
-        head -= group;
-        offset += row_elements - group * columns;
-      }
-    }
-  }
-
- private:
-  __device__ __forceinline__ BlockOfRows(const PlaneSources& sources, int block, PlaneScales::Array array)
-      : source(sources.arrays[array]), array(array) {
-    num_kv_heads = static_cast<int>(sources.params.num_kv_heads);
-    const int key_head = block / source.blocks_of_head;
+  __device__ __forceinline__ void find(const PlaneSources& sources, int block) {
+    int index = 0;
+    while (block >= sources.arrays[index].num_blocks) block -= sources.arrays[index++].num_blocks;
+    array = static_cast<PlaneScales::Array>(index);
+    const PlaneSource& source = sources.arrays[index];
+    const int num_kv_heads = static_cast<int>(sources.params.num_kv_heads);
+    const int key_head = block / source.blocks_of_head, in_head = block - key_head * source.blocks_of_head;
     batch = key_head / num_kv_heads, kv_head = key_head - batch * num_kv_heads;
+    // Neighboring blocks take neighboring heads of the same rows.
+    const int rows_before = in_head / source.group, head = in_head - rows_before * source.group;
+    first_row = rows_before * kSteps * source.step;
     const Mask mask(sources.params, batch);
     const bool is_of_queries = array == PlaneScales::kQ || array == PlaneScales::kDout;
-    items = min(is_of_queries ? mask.q_length : mask.kv_length, source.length) * source.group;
-    const int pieces = source.columns / 4, thread = static_cast<int>(threadIdx.x);
-    step = kThreads / pieces;
-    first = (block - key_head * source.blocks_of_head) * kSteps * step;
-    item = thread / pieces, column = 4 * (thread - item * pieces);
-    is_used = item < step;
+    head_rows = min(is_of_queries ? mask.q_length : mask.kv_length, source.length);
+    head_offset =
+        (int64_t{batch} * source.length * source.heads + kv_head * source.group + head) * source.columns;
   }
 };
+
+// Four columns of a row in each step: a thread's part of a block.
+struct PartOfRows {
+  int row, column;  // in the first step
+  int pieces;       // of a row: of four columns
+  int rows, step;   // from the block's first row on; rows of a step
+  int64_t offset;   // in the first step
+  int64_t step_elements;
+  bool is_used;  // does this thread have a part?
+
+  __device__ __forceinline__ PartOfRows(const PlaneSource& source, const BlockOfRows& block)
+      : step(source.step) {
+    const int thread = static_cast<int>(threadIdx.x);
+    pieces = source.columns / 4;
+    row = thread / pieces, column = 4 * (thread - row * pieces);
+    is_used = row < step;
+    rows = block.head_rows - block.first_row;
+    const int64_t row_elements = int64_t{source.heads} * source.columns;
+    offset = block.head_offset + (block.first_row + row) * row_elements + column;
+    step_elements = step * row_elements;
+  }
+
+  __device__ __forceinline__ bool exists(int i) const { return is_used && row + i * step < rows; }
+};
+
+// The exponent of the factor by which values become integers that are summed, by the largest magnitude of a
+// few rows: all blocks of the key head find the same. kNoSums if there is none.
+inline constexpr int kNoSums = 1024;
+
+__device__ __forceinline__ int exponent_of_sums(int32_t magnitude_of_sample) {
+  const int exponent = kSumBits - 1 - binade(__int_as_float(magnitude_of_sample));
+  return magnitude_of_sample > 0 && abs(exponent) <= 100 ? exponent : kNoSums;
+}
+
+// The largest magnitude of a few of the head's rows: this warp's share of it.
+__device__ __forceinline__ int32_t sample(const PlaneSource& source, const BlockOfRows& block) {
+  const int pieces = source.columns / 4, numbers = block.head_rows > 0 ? kSampleRows * pieces : 0;
+  int32_t largest = 0;
+  for (int i = threadIdx.x; i < numbers; i += kThreads) {
+    const int place = i / pieces, row = static_cast<int>(int64_t{place} * block.head_rows / kSampleRows);
+    const int64_t offset = block.head_offset + int64_t{row} * source.heads * source.columns;
+    const float4 x = *reinterpret_cast<const float4*>(source.data + offset + 4 * (i - place * pieces));
+    largest = max(largest, max(magnitude(x.x), magnitude(x.y)));
+    largest = max(largest, max(magnitude(x.z), magnitude(x.w)));
+  }
+  return __reduce_max_sync(0xffffffff, largest);
+}
+
+// What is subtracted from four columns of v, once the sums of the key head are complete. All that it takes is
+// read at once.
+__device__ __forceinline__ float4 center_of(int column, int rows, const PlaneScales& scales,
+                                            const AttentionParams& params) {
+  const int exponent = __ldcg(scales.sum_exponent()), fails = __ldcg(scales.sums_fail());
+  const auto* const sums = reinterpret_cast<const longlong2*>(scales.column_sums(params) + column);
+  const longlong2 low = __ldcg(sums), high = __ldcg(sums + 1);
+  const int4 maxima =
+      __ldcg(reinterpret_cast<const int4*>(scales.column_maxima(PlaneScales::kV, params) + column));
+  if (exponent == kNoSums || fails != 0) return {};
+  const float to_mean = kOfMean / (power_of_two(exponent) * static_cast<float>(rows));
+  const auto of_column = [&](long long sum, int32_t maximum) {
+    const float mean = static_cast<float>(sum) * to_mean, largest = __int_as_float(maximum);
+    // A sum of integers may be more than that of numbers that are small beside 1.
+    return kLeastMean * largest <= fabsf(mean) && fabsf(mean) <= largest ? mean : 0;
+  };
+  return {of_column(low.x, maxima.x), of_column(low.y, maxima.y), of_column(high.x, maxima.z),
+          of_column(high.y, maxima.w)};
+}
+
+// What a block finds in its rows.
+struct PlaneFindings {
+  int32_t of_groups[kMaxGroups];    // the largest magnitude of each group of rows
+  int32_t of_columns[kMaxColumns];  // and of each column, if they are asked for
+  int32_t sums[kMaxColumns];        // of columns of v
+  int32_t of_sample;
+  int32_t sums_fail;
+};
+
+// The largest magnitudes of what this thread has copied to `own`; of columns only with two planes and of v.
+// Columns of v are also summed, as integers of this exponent, unless it is kNoSums.
+template <bool kOfColumns>
+__device__ __forceinline__ void find_maxima(const float4* own, const PartOfRows& part, bool is_fine,
+                                            int exponent, PlaneFindings& found) {
+  // With two planes a group is what a warp has of a step, or half of a warp of 64 columns: one row of either.
+  const bool by_halves = is_fine && part.pieces == 16;
+  const int lanes = by_halves ? 16 : 32, steps_of_group = is_fine ? 1 : max(kGroupRows / part.step, 1);
+  int group = is_fine ? threadIdx.x / lanes : 0, steps = 0;
+  const int least_binade = kSumBits - 1 - exponent - kMostBelowSample;
+  int32_t of_group = 0, of_thread[4] = {};
+  float sums[4] = {};
+  bool fails = false;
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const float4 x = own[i * kThreads];
+    const float columns[4] = {x.x, x.y, x.z, x.w};
+    int32_t of_step = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      of_step = max(of_step, magnitude(columns[j]));
+      if constexpr (kOfColumns) {
+        of_thread[j] = max(of_thread[j], magnitude(columns[j]));
+        sums[j] += columns[j];
+      }
+    }
+    if constexpr (kOfColumns) {
+      bool exists = part.exists(i);
+      if (by_halves) {
+        for (int j = 1; j < 16; j *= 2) of_step = max(of_step, __shfl_xor_sync(0xffffffff, of_step, j));
+      } else {
+        of_step = __reduce_max_sync(0xffffffff, of_step);
+        exists = __any_sync(0xffffffff, exists);
+      }
+      fails |= exists && binade(__int_as_float(of_step)) < least_binade;
+    }
+    of_group = max(of_group, of_step);
+    if (++steps == steps_of_group || i + 1 == kSteps) {
+      if constexpr (!kOfColumns) of_group = __reduce_max_sync(0xffffffff, of_group);
+      if (threadIdx.x % lanes == 0 && of_group > 0) atomicMax(found.of_groups + group, of_group);
+      group += is_fine ? kThreads / lanes : 1;
+      of_group = steps = 0;
+    }
+  }
+  if constexpr (kOfColumns) {
+    if (!part.is_used) return;
+    if (fails) found.sums_fail = 1;
+    const float factor = exponent == kNoSums ? 0 : power_of_two(exponent);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (of_thread[j] > 0) atomicMax(found.of_columns + part.column + j, of_thread[j]);
+      if (factor > 0) atomicAdd(found.sums + part.column + j, __float2int_rn(sums[j] * factor));
+    }
+  }
+}
+
+// Writes the planes of what this thread has copied to `own`.
+template <bool kIsCentered>
+__device__ __forceinline__ void write_planes(const PlaneSource& source, const float4* own,
+                                             const PartOfRows& part, int exponent, const float4& center) {
+  // In two steps: the exponent may be that of a number which float32 cannot hold.
+  const float first = power_of_two(exponent / 2), second = power_of_two(exponent - exponent / 2);
+  // A single plane rounds ties away from zero, like the portable kernels, which recompute its scores where
+  // planes do not hold the gradients. NaN and infinity, whose bits this may change, have failed already.
+  const bool is_single = source.low == 0;
+  const uint32_t half = is_single ? 0x1000 : 0, kept_bits = is_single ? 0xffffe000 : 0xffffffff;
+  const auto scaled = [&](float x, float center) {
+    if constexpr (kIsCentered) x -= center;
+    return __uint_as_float((__float_as_uint(x) + half) & kept_bits) * first * second;
+  };
+  uint16_t* to = source.plane + part.offset;
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i, to += part.step_elements) {
+    if (!part.exists(i)) break;
+    const float4 x = own[i * kThreads], y = {scaled(x.x, center.x), scaled(x.y, center.y),
+                                             scaled(x.z, center.z), scaled(x.w, center.w)};
+    const uint2 rounded = {ptx::pack_f16(y.x, y.y), ptx::pack_f16(y.z, y.w)};
+    *reinterpret_cast<uint2*>(to) = rounded;
+    if (is_single) continue;
+    const float2 a = unpack<float16>(rounded.x), b = unpack<float16>(rounded.y);
+    const uint2 rest = {ptx::pack_f16(y.x - a.x, y.y - a.y), ptx::pack_f16(y.z - b.x, y.w - b.y)};
+    *reinterpret_cast<uint2*>(to + source.low) = rest;
+  }
+}
 
 template <PlanePass kPass>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     plane_kernel(const __grid_constant__ PlaneSources sources) {
-  __shared__ int32_t of_groups[kMaxGroups], of_columns[kMaxColumns];
-  __shared__ int block;
+  __shared__ PlaneFindings found;
+  __shared__ BlockOfRows block;
   ptx::let_next_grid_start();
 
-  // ---- The block's place: where blocks wait for each other, in the order in which they begin ----
-  if (kPass == PlanePass::kBoth && threadIdx.x == 0) {
-    block = atomicAdd(PlaneScales(sources.params, 0, 0).blocks_begun(), 1);
+  // ---- The block's rows: where blocks wait for each other, in the order in which they begin ----
+  if (threadIdx.x == 0) {
+    const int index = kPass == PlanePass::kBoth
+                          ? atomicAdd(PlaneScales(sources.params, 0, 0).blocks_begun(), 1)
+                          : static_cast<int>(blockIdx.x);
+    block.find(sources, index);
+    found.of_sample = found.sums_fail = 0;
   }
-  for (int i = threadIdx.x; i < kMaxGroups; i += kThreads) of_groups[i] = 0;
-  for (int i = threadIdx.x; i < kMaxColumns; i += kThreads) of_columns[i] = 0;
+  for (int i = threadIdx.x; i < kMaxGroups; i += kThreads) found.of_groups[i] = 0;
+  for (int i = threadIdx.x; i < kMaxColumns; i += kThreads) found.of_columns[i] = found.sums[i] = 0;
   __syncthreads();
-  const BlockOfRows rows =
-      BlockOfRows::make(sources, kPass == PlanePass::kBoth ? block : static_cast<int>(blockIdx.x));
-  const PlaneScales scales(sources.params, rows.batch, rows.kv_head);
+  const PlaneSource& source = sources.arrays[block.array];
+  const PartOfRows part(source, block);
+  const PlaneScales scales(sources.params, block.batch, block.kv_head);
 
   // By way of shared memory, which has room for more than registers. A thread reads what it has copied.
   extern __shared__ __align__(128) uint8_t shared[];
   auto* const own = reinterpret_cast<float4*>(shared) + threadIdx.x;
-  rows.for_each([&](int i, int64_t offset, bool exists) {
-    ptx::copy_async<16>(ptx::shared_address(own + i * kThreads), rows.source.data + (exists ? offset : 0),
-                        exists);
-  });
+  const float* from = source.data + part.offset;
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i, from += part.step_elements) {
+    const bool exists = part.exists(i);
+    ptx::copy_async<16>(ptx::shared_address(own + i * kThreads), exists ? from : source.data, exists);
+  }
   ptx::copy_async_commit();
+  const bool may_center = block.array == PlaneScales::kV && sources.params.options.dropout_rate == 0;
+  if (kPass != PlanePass::kPlanes && may_center) {
+    const int32_t largest = sample(source, block);
+    if (lane_id() == 0) atomicMax(&found.of_sample, largest);
+    __syncthreads();
+  }
   ptx::copy_async_wait<0>();
-  const auto value = [&](int i) { return own[i * kThreads]; };
 
-  // ---- The largest magnitudes: as integers, which have the order of floats; infinity and NaN come last ----
+  // ---- The largest magnitudes, and the sums of the columns of v ----
   if constexpr (kPass != PlanePass::kPlanes) {
-    // With two planes a group is what a warp has of a step: one row of 128 columns, two of 64.
-    const bool is_fine = rows.source.low != 0;
-    const int steps_of_group = is_fine ? 1 : max(kGroupRows / rows.step, 1);
-    int32_t of_group = 0, of_thread[4] = {};
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const float4 x = value(i);
-      const float columns[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int32_t magnitude = __float_as_int(columns[j]) & kMagnitudeBits;
-        of_group = max(of_group, magnitude);
-        of_thread[j] = max(of_thread[j], magnitude);
-      }
-      if ((i + 1) % steps_of_group == 0 || i + 1 == kSteps) {
-        of_group = __reduce_max_sync(0xffffffff, of_group);
-        const int group = is_fine ? i * (kThreads / 32) + threadIdx.x / 32 : i / steps_of_group;
-        if (lane_id() == 0 && of_group > 0) atomicMax(of_groups + group, of_group);
-        of_group = 0;
-      }
-    }
-    if (rows.array == PlaneScales::kV || is_fine) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (of_thread[j] > 0) atomicMax(of_columns + rows.column + j, of_thread[j]);
-      }
+    const bool is_fine = source.low != 0, finds_columns = block.array == PlaneScales::kV || is_fine;
+    const int exponent = may_center ? exponent_of_sums(found.of_sample) : kNoSums;
+    if (finds_columns) {
+      find_maxima</*kOfColumns=*/true>(own, part, is_fine, exponent, found);
+    } else {
+      find_maxima</*kOfColumns=*/false>(own, part, is_fine, exponent, found);
     }
     __syncthreads();
     static_assert(kMaxGroups % 32 == 0 && kMaxGroups <= kThreads);
     if (threadIdx.x < kMaxGroups) {
-      const int32_t of_own = of_groups[threadIdx.x];
+      const int32_t of_own = found.of_groups[threadIdx.x];
       const int32_t largest = __reduce_max_sync(0xffffffff, of_own);
       const int32_t least = __reduce_max_sync(0xffffffff, of_own > 0 ? kInfinityBits - of_own : 0);
       if (lane_id() == 0 && largest > 0) {
-        atomicMax(scales.maximum(rows.array), largest);
-        atomicMax(scales.least_maximum(rows.array), least);
+        atomicMax(scales.maximum(block.array), largest);
+        atomicMax(scales.least_maximum(block.array), least);
         if (largest >= kInfinityBits) *scales.fails() = 1;
+        const bool is_large = binade(__int_as_float(largest)) >= kSumBits - exponent + kMostAboveSample;
+        if (may_center && is_large) *scales.sums_fail() = 1;
       }
     }
-    for (int i = threadIdx.x; i < rows.source.columns; i += kThreads) {
-      if (of_columns[i] > 0) atomicMax(scales.column_maxima(rows.array, sources.params) + i, of_columns[i]);
+    if (finds_columns) {
+      for (int i = threadIdx.x; i < source.columns; i += kThreads) {
+        const int32_t of_column = found.of_columns[i];
+        if (of_column > 0) atomicMax(scales.column_maxima(block.array, sources.params) + i, of_column);
+        if (may_center) {
+          atomicAdd(scales.column_sums(sources.params) + i,
+                    static_cast<unsigned long long>(int64_t{found.sums[i]}));
+        }
+      }
+    }
+    if (may_center && threadIdx.x == 0) {
+      *scales.sum_exponent() = exponent;
+      if (found.sums_fail) *scales.sums_fail() = 1;
     }
   }
 
   // ---- The planes, once the key head's blocks have its maximum ----
   if constexpr (kPass == PlanePass::kBoth) {
     __syncthreads();
-    if (threadIdx.x == 0) {
-      ptx::arrive_and_wait(scales.blocks_done(rows.array), rows.source.blocks_of_head);
-    }
+    if (threadIdx.x == 0) ptx::arrive_and_wait(scales.blocks_done(block.array), source.blocks_of_head);
     __syncthreads();
   }
   if constexpr (kPass != PlanePass::kMaxima) {
-    // In two steps: the exponent may be that of a number which float32 cannot hold.
-    const int exponent = scales.exponent(rows.array);
-    const float first = power_of_two(exponent / 2), second = power_of_two(exponent - exponent / 2);
-    // A single plane rounds ties away from zero, like the portable kernels, which recompute its scores where
-    // planes do not hold the gradients. NaN and infinity, whose bits this may change, have failed already.
-    const bool is_single = rows.source.low == 0;
-    const uint32_t half = is_single ? 0x1000 : 0, kept_bits = is_single ? 0xffffe000 : 0xffffffff;
-    const auto scaled = [&](float x) {
-      return __uint_as_float((__float_as_uint(x) + half) & kept_bits) * first * second;
-    };
-    rows.for_each([&](int i, int64_t offset, bool exists) {
-      if (!exists) return;
-      const float4 x = value(i), y = {scaled(x.x), scaled(x.y), scaled(x.z), scaled(x.w)};
-      const uint2 rounded = {ptx::pack_f16(y.x, y.y), ptx::pack_f16(y.z, y.w)};
-      *reinterpret_cast<uint2*>(rows.source.plane + offset) = rounded;
-      if (is_single) return;
-      const float2 a = unpack<float16>(rounded.x), b = unpack<float16>(rounded.y);
-      const uint2 rest = {ptx::pack_f16(y.x - a.x, y.y - a.y), ptx::pack_f16(y.z - b.x, y.w - b.y)};
-      *reinterpret_cast<uint2*>(rows.source.plane + rows.source.low + offset) = rest;
-    });
+    const int exponent = scales.exponent(block.array);
+    if (may_center) {
+      float4 center = {};
+      if (part.is_used) center = center_of(part.column, block.head_rows, scales, sources.params);
+      if (block.first_row + part.row == 0 && part.is_used) {  // one block writes them
+        *reinterpret_cast<float4*>(scales.centers(sources.params) + part.column) = center;
+        const bool is_zero = center.x == 0 && center.y == 0 && center.z == 0 && center.w == 0;
+        if (!is_zero) *scales.is_centered() = 1;
+      }
+      write_planes</*kIsCentered=*/true>(source, own, part, exponent, center);
+    } else {
+      write_planes</*kIsCentered=*/false>(source, own, part, exponent, {});
+    }
   }
 }
 
@@ -222,10 +366,13 @@ __device__ __forceinline__ float most_of_neighbors(const BackwardParams& params)
   return power_of_two(max(22 - binade(static_cast<float>(params.seqlen_kv)), 8));
 }
 
+// So many threads of a multiprocessor wait for memory: they have 51 registers each.
+inline constexpr int kRowThreads = 1280;
+
 // kRows rows a block, kLanes lanes for each, four columns at a time. Of kNeighbors rows the bounds are
 // compared.
 template <int kRows, int kLanes, int kNeighbors, bool kIsFine>
-__global__ void __launch_bounds__(kRows* kLanes)
+__global__ void __launch_bounds__(kRows* kLanes, kRowThreads / (kRows * kLanes))
     plane_rows_kernel(const __grid_constant__ BackwardParams params) {
   static_assert(kStatsRows % kRows == 0, "a block's rows are of one head, and all exist");
   static_assert(kRows % kNeighbors == 0);
@@ -242,7 +389,8 @@ __global__ void __launch_bounds__(kRows* kLanes)
   if (blockIdx.x == 0 && threadIdx.x == 0) *params.tile_counter = 0;
   const PlaneScales scales(params, batch, head / group);
 
-  // ---- rowsum(dout * out), and |dp| <= the sum of |dout| times the largest |v| of each column ----
+  // ---- rowsum(dout * out), and |dp| <= the sum of |dout| times the largest |v| of each column. Less the
+  // centers, of which none is larger, |v| is twice that at most ----
   const bool counts = row < Mask(params, batch).q_length;
   const int64_t out_row = (int64_t{batch} * params.seqlen_q + row) * num_heads + head;
   const float lse = counts ? static_cast<const float*>(params.lse)[out_row] : -INFINITY;
@@ -265,6 +413,8 @@ __global__ void __launch_bounds__(kRows* kLanes)
   const auto* dout_vectors =
       static_cast<const DoutVector*>(kIsFine ? params.dout : static_cast<const void*>(params.planes.dout));
   const auto* v_vectors = reinterpret_cast<const int4*>(scales.column_maxima(PlaneScales::kV, params));
+  const auto* centers = reinterpret_cast<const float4*>(scales.centers(params));
+  const bool is_centered = *scales.is_centered() != 0;
   constexpr int kAtOnce = 2;  // vectors that a lane begins to read before it uses one
   const int vectors = columns / 4;
   float delta = 0, bound = 0, size = 0;
@@ -281,6 +431,13 @@ __global__ void __launch_bounds__(kRows* kLanes)
       out[i] = out_vectors[out_row * vectors + vector];
       dout[i] = dout_vectors[out_row * vectors + vector];
       v[i] = v_vectors[vector];
+    }
+    if (is_centered) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const float4 x = out[i], center = centers[min(vector0 + i * kLanes, vectors - 1)];
+        out[i] = {x.x - center.x, x.y - center.y, x.z - center.z, x.w - center.w};
+      }
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -299,7 +456,7 @@ __global__ void __launch_bounds__(kRows* kLanes)
   if (lse != INFINITY) delta -= ldexpf(dlse, dp_exponent);
   if (!sees_keys) delta = 0;
   const float kept_factor = static_cast<float>(1 / (1 - params.options.dropout_rate));
-  bound = ldexpf(bound, v_exponent) * kept_factor + fabsf(delta);
+  bound = ldexpf(bound, v_exponent + is_centered) * kept_factor + fabsf(delta);
 
   // ---- Do planes hold this row, and this one beside its neighbors? ----
   const auto fail_if = [&](bool fails) {
@@ -349,24 +506,25 @@ __global__ void __launch_bounds__(kRows* kLanes)
 Status launch_planes(const AttentionParams& params, const void* dout, const LaunchContext& context) {
   const PlaneWorkspace& planes = params.planes;
   const int64_t key_heads = params.batch * params.num_kv_heads;
-  const int64_t group = params.num_heads / params.num_kv_heads;
   const auto source = [&](const void* data, uint16_t* plane, int64_t length, int64_t heads, int64_t columns) {
-    const int64_t step = kThreads / (columns / 4);
-    const int64_t blocks = data ? ceil_div(length * heads, kSteps * step) : 0;
+    const int64_t group = heads / params.num_kv_heads, step = kThreads / (columns / 4);
+    const int64_t blocks = data ? ceil_div(length, kSteps * step) * group : 0;
     return PlaneSource{static_cast<const float*>(data),
                        plane,
-                       (planes.count - 1) * key_heads * length * heads * columns,
+                       (planes.count - 1) * params.batch * length * heads * columns,
                        static_cast<int>(length),
                        static_cast<int>(heads),
                        static_cast<int>(columns),
+                       static_cast<int>(group),
+                       static_cast<int>(step),
                        static_cast<int>(blocks),
                        static_cast<int>(key_heads * blocks)};
   };
   const int64_t T = params.seqlen_q, S = params.seqlen_kv, H = params.head_dim, Hv = params.head_dim_v;
-  const PlaneSources sources = {
-      {source(params.q, planes.q, T, group, H), source(params.k, planes.k, S, 1, H),
-       source(params.v, planes.v, S, 1, Hv), source(dout, planes.dout, T, group, Hv)},
-      params};
+  const int64_t N = params.num_heads, K = params.num_kv_heads;
+  const PlaneSources sources = {{source(params.q, planes.q, T, N, H), source(params.k, planes.k, S, K, H),
+                                 source(params.v, planes.v, S, K, Hv), source(dout, planes.dout, T, N, Hv)},
+                                params};
   int64_t blocks = 0;
   int most_of_head = 0;
   for (const PlaneSource& array : sources.arrays) {

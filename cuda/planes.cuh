@@ -12,6 +12,10 @@
 //   ds              for dq a factor for each query (PlaneRows), for dk one for each block of queries; with
 //                   two planes below
 //
+// Of v a plane has what its columns' means leave (PlaneScales::centers). Columns of one sign would make sums
+// that are large beside the differences which the gradients consist of: tensor cores cut them off, and delta,
+// from out, would differ from dp.
+//
 // At "high" and "highest" there are two planes of each array, and p and ds have two parts: float32 rounded to
 // float16, and what remains, rounded again. Together they have 22 bits; three products are summed. There ds
 // has one factor in each block, or in each warp's part of one, by its largest magnitude.
@@ -67,7 +71,7 @@ struct PlaneScales {
   int32_t* values;
 
   __host__ __device__ __forceinline__ static int64_t size(const AttentionParams& params) {
-    return kPlaneScales + params.head_dim_v + 2 * params.head_dim;
+    return kPlaneScales + 4 * params.head_dim_v + 2 * params.head_dim;
   }
 
   __device__ __forceinline__ PlaneScales(const AttentionParams& params, int batch, int kv_head)
@@ -89,11 +93,25 @@ struct PlaneScales {
   }
   // Likewise, once there are PlaneRows: not 0 if planes do not hold a key head.
   __device__ __forceinline__ int32_t* any_fails() const { return values + 3 * kArrays + 3; }
-  // The largest magnitude in each column of v; of q and k only where there are two planes.
+  // Of the sums of the columns of v: their exponent, and not 0 if no centers are to be made of them.
+  __device__ __forceinline__ int32_t* sum_exponent() const { return values + 3 * kArrays + 4; }
+  __device__ __forceinline__ int32_t* sums_fail() const { return values + 3 * kArrays + 5; }
+  // Not 0 if a center is not 0.
+  __device__ __forceinline__ int32_t* is_centered() const { return values + 3 * kArrays + 6; }
+  // The largest magnitude in each column of v as it was; of q and k only where there are two planes.
   __device__ __forceinline__ int32_t* column_maxima(Array array, const AttentionParams& params) const {
     const int before =
         array == kV ? 0 : static_cast<int>(params.head_dim_v + (array == kK) * params.head_dim);
     return values + kPlaneScales + before;
+  }
+  // What was subtracted from each column of v: about its mean, or 0; 0 with dropout, since kept probabilities
+  // do not add up to 1.
+  __device__ __forceinline__ float* centers(const AttentionParams& params) const {
+    return reinterpret_cast<float*>(column_maxima(kK, params) + params.head_dim);
+  }
+  // The sum of each column of v, times 2^sum_exponent.
+  __device__ __forceinline__ unsigned long long* column_sums(const AttentionParams& params) const {
+    return reinterpret_cast<unsigned long long*>(centers(params) + params.head_dim_v);
   }
 
   // Where the maximum may just have been written: past this multiprocessor's cache.
@@ -194,7 +212,7 @@ inline constexpr uint32_t kNoGradientFactors = 0x7f007f00;
 // of two below that of its head, so with one plane ds as an operand for dq has an exponent of the row.
 struct PlaneRows {
   float* lse_log2;      // log2(e) lse - (kPlaneTop + 1), so that p has its factor
-  float* delta;         // in units of the planes
+  float* delta;         // of out less the centers of v, in units of the planes
   uint16_t* ds_factor;  // what p ds is multiplied by, p with its factor: upper half of a power of two
 
   __host__ __device__ PlaneRows(const BackwardParams& params, int64_t stats_length) {

@@ -201,7 +201,7 @@ void test_workspace_of_planes() {
   const auto take_backward = [&](int64_t planes, int64_t dq_rows) {
     const Type statistics = {DataType::F32, {2, 6, 128}}, parts = {DataType::F32, {2, 0, 16, 8}};
     return take_workspace(Platform::kCuda, Pass::kBackward, params,
-                          {{DataType::S32, {planes, 2, 3, jax_flash::kPlaneScales + 3 * 8}},
+                          {{DataType::S32, {planes, 2, 3, jax_flash::kPlaneScales + 6 * 8}},
                            {DataType::U16, {2 * planes, 70, 6, 8}},
                            {DataType::U16, {2 * planes, 5, 3, 8}},
                            {DataType::U16, {2 * planes, 5, 3, 8}},
@@ -224,7 +224,7 @@ void test_workspace_of_planes() {
   params.options.precision = 2;
   const auto take_forward = [&](int64_t planes) {
     return take_workspace(Platform::kCuda, Pass::kForward, params,
-                          {{DataType::S32, {planes, 2, 3, jax_flash::kPlaneScales + 3 * 8}},
+                          {{DataType::S32, {planes, 2, 3, jax_flash::kPlaneScales + 6 * 8}},
                            {DataType::U16, {2 * planes, 70, 6, 8}},
                            {DataType::U16, {2 * planes, 5, 3, 8}},
                            {DataType::U16, {2 * planes, 5, 3, 8}},

@@ -540,7 +540,7 @@ def test_parts_in_workspace(dtype, queries, parts, size, head_dim, platform):
     q, k, v = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
     types = [jax.ShapeDtypeStruct((3, queries, 4, 30), q.dtype), jax.ShapeDtypeStruct(shapes[0][:-1], F32)]
     if dtype == "float32":  # no planes
-        types.append(jax.ShapeDtypeStruct((0, 3, 1, 16 + 30 + 2 * head_dim), jnp.int32))
+        types.append(jax.ShapeDtypeStruct((0, 3, 1, 20 + 4 * 30 + 2 * head_dim), jnp.int32))
         types += [jax.ShapeDtypeStruct((0, *x.shape[1:]), jnp.uint16) for x in (q, k, v)]
     else:
         types.append(jax.ShapeDtypeStruct((1,), jnp.int32))

@@ -90,7 +90,7 @@ def workspace(target: str, q, k, v, key_parts: int = 0, has_planes=True) -> list
     (B, T, N, H), (S, K), Hv = q, k[1:3], v[-1]
     statistics = 2 * [((B, N, (1 if has_planes else 2) * (-(-T // 128) * 128)), F32)]
     counter, has_nan = [((1,), I32)], [((1,), I32)]
-    planes = [((0, B, K, 16 + Hv + 2 * H), I32)]
+    planes = [((0, B, K, 20 + 4 * Hv + 2 * H), I32)]
     planes += [((0, *shape), jnp.uint16) for shape in ((T, N, H), (S, K, H), (S, K, Hv))]
     rows = -(-S // 16) * 16
     of_gradient = [((0, T, N, Hv), jnp.uint16), ((0, B, N, -(-T // 128) * 128), F32)]

@@ -625,3 +625,79 @@ def test_a_row_of_biases_instead_of_a_mask_stays_in_planes(platform):
     for name in ("dq", "dk", "dv"):
         np.testing.assert_allclose(got[name], portable[name], rtol=0, atol=0.01)
     assert not got["dq"][:, 150:].any()
+
+
+# Under which rows see some of the keys, or have other weights than those of all keys.
+WITH_CENTERS = {
+    "": {},
+    "deterministic": dict(deterministic=True),
+    "rows without keys": dict(is_causal=True, query_offset=-20),
+    "lengths": dict(
+        query_seq_lengths=np.array([150], np.int32), key_value_seq_lengths=np.array([201], np.int32)
+    ),
+    "sinks": dict(sinks=np.linspace(-1, 7, N, dtype=np.float32)),
+    "cap, bias": dict(
+        logits_soft_cap=3.0, bias=np.random.default_rng(1).standard_normal((1, N, T, S), np.float32)
+    ),
+}
+_FORMS_WITH_CENTERS = {
+    f"{head_dim}-{precision}": (head_dim, precision)
+    for head_dim, precision in ((64, "default"), (128, "highest"), (192, "default"), (64, "highest"))
+}
+
+
+@pytest.mark.parametrize(("name", "form"), quick.in_turn(list(WITH_CENTERS), _FORMS_WITH_CENTERS))
+def test_a_mean_of_values_costs_no_digits(name, form, platform):
+    """Only differences of values matter to dq and dk; TF32 would leave few bits of them, and float32 leaves some."""
+    head_dim, precision = form
+    options = WITH_CENTERS[name]
+    q, k, v, dout = make("normal", INPUTS["normal"], head_dim)
+    v += np.float32(2**11 if precision == "default" else 2**7)
+    if "key_value_seq_lengths" in options:
+        v[:, 201:] = np.nan
+    want = oracle.attention(q, k, v, dout, np.zeros((1, T, N), np.float32), **options)
+    got = run(q, k, v, dout, precision=precision, **options)
+    for field, x in got.items():
+        exact = getattr(want, field)
+        error = np.linalg.norm(np.asarray(x, np.float64) - exact) / np.linalg.norm(exact)
+        assert error <= (1e-3 if precision == "default" else 5e-5), field
+    if "bias" not in options or precision == "default":  # its gradient may follow
+        portable = run_portable(q, k, v, dout, precision=precision, **options)
+        assert not any(are_equal(got, portable, [field]) for field in got)
+
+
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_with_dropout_values_keep_their_mean(head_dim, platform):
+    """Weights of kept pairs do not add up to 1."""
+    q, k, v, dout = make("normal", INPUTS["normal"], head_dim)
+    options = dict(dropout_rate=0.5, dropout_rng=jax.random.key(0))
+    got, portable = (f(q, k, v + 8, dout, **options) for f in (run, run_portable))
+    for field, x in got.items():
+        difference = np.linalg.norm(np.asarray(x) - portable[field])
+        assert 0 < difference <= 2e-2 * np.linalg.norm(portable[field]), field
+
+
+@pytest.mark.parametrize("values", ["small", "zeros"])
+def test_a_mean_costs_no_digits_of_smaller_values(values, platform):
+    """A segment has its own: with the mean of all its values it would keep none."""
+    q, k, v, dout = make("normal", INPUTS["normal"], 64)
+    ids = np.arange(T)[None] // (T // 2), np.arange(S)[None] // (S // 2)
+    v += np.float32(4)
+    v[:, S // 2 :] *= 2.0**-15 if values == "small" else 0
+    got = run(q, k, v, dout, segment_ids=ids)
+    want = oracle.attention(q, k, v, dout, np.zeros((1, T, N), np.float32), segment_ids=ids)
+    out, exact = (np.asarray(x, np.float64)[:, T // 2 :] for x in (got["out"], want.out))
+    assert np.linalg.norm(out - exact) <= 1e-3 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("factor", [0, 2.0**-10])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_mean_costs_no_digits_of_a_small_value(head_dim, factor, platform):
+    """The first of a causal call, which the first query sees alone."""
+    q, k, v, dout = make("normal", INPUTS["normal"], head_dim)
+    v += np.float32(4)
+    v[:, 0] *= factor
+    v[:, 1] *= factor  # at head dim 64 rows are looked at by twos
+    out = np.asarray(run(q, k, v, dout, is_causal=True)["out"], np.float64)[:, 0]
+    exact = np.repeat(v[:, 0], N // K, axis=1)
+    assert np.linalg.norm(out - exact) <= 1e-3 * np.linalg.norm(exact)

@@ -840,7 +840,11 @@ struct ForwardConsumer {
               batch = uniform(tile().batch);
     const int part = Config::kIsSplit ? uniform(tile().part) : 0;
     int out_exponent = 0;
-    if constexpr (Config::kPlanes) out_exponent = uniform(tile().out_exponent);
+    bool is_centered = false;
+    if constexpr (Config::kPlanes) {
+      out_exponent = uniform(tile().out_exponent);
+      is_centered = tile().is_centered;
+    }
     const int to_skip = blocks.begin - uniform(tile().blocks.begin);
     const bool is_empty = blocks.is_empty();
     if (is_empty) q_ring.wait_full(consumer);  // no product waited for q, whose place out may take
@@ -874,7 +878,7 @@ struct ForwardConsumer {
     if constexpr (Config::kIsSplit) {
       write_part(m_start, head, batch, part);
     } else {
-      write_out(m_start, head, batch, last_q.stage, out_exponent);
+      write_out(m_start, head, batch, last_q.stage, out_exponent, is_centered);
     }
     if (is_overlapped) first_probabilities(scores);
     if constexpr (Config::kOutInQ) {
@@ -956,11 +960,12 @@ struct ForwardConsumer {
 
   // ---- Normalize, write out and lse ----
 
-  __device__ __forceinline__ void write_out(int m_start, int head, int batch, int q_stage, int exponent) {
+  __device__ __forceinline__ void write_out(int m_start, int head, int batch, int q_stage, int exponent,
+                                            bool is_centered) {
     const ForwardParams& params = arguments.params;
     const int seqlen_q = static_cast<int>(params.seqlen_q);
     const int row0 = m_start + warp_row();
-    float normalizer[2];
+    float normalizer[2], weight[2];  // of all keys, without a sink
     bool hidden[2];
     // The last tile of an odd number of heads has a head that does not exist.
     const bool has_head = Config::kHeads == 1 || head < params.num_heads;
@@ -968,6 +973,8 @@ struct ForwardConsumer {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const RowEnd end = softmax.finish(0, h, sink, kIsFine ? kPlaneTop + 1 : 0);
+      weight[h] = end.is_empty ? 0 : 1;
+      if (sink != -INFINITY) weight[h] = row_sum(softmax.sum[0][h]) * end.normalizer;
       normalizer[h] = end.normalizer * (kPolicy.others ? arguments.pairs.kept_factor : 1);
       if constexpr (Config::kPlanes) normalizer[h] = ldexpf(normalizer[h], exponent);
       hidden[h] = end.is_empty;
@@ -984,6 +991,22 @@ struct ForwardConsumer {
       });
     }
     if constexpr (Config::kPlanes) {
+      if (is_centered) {
+        const int kv_head = head / static_cast<int>(params.num_heads / params.num_kv_heads);
+        const float* const centers = PlaneScales(params, batch, kv_head).centers(params);
+#pragma unroll
+        for (int nt = 0; nt < kHeadDim / 8; ++nt) {
+          if (8 * nt >= params.head_dim_v) break;
+          const float2 center = *reinterpret_cast<const float2*>(centers + accumulator_column(nt, 0));
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            float (&pair)[4] = out[0][nt];
+            pair[2 * h] = fmaf(pair[2 * h], normalizer[h], center.x * weight[h]);
+            pair[2 * h + 1] = fmaf(pair[2 * h + 1], normalizer[h], center.y * weight[h]);
+          }
+        }
+        normalizer[0] = normalizer[1] = 1;
+      }
       const Float32Rows rows(params.out, params.seqlen_q, params.num_heads, params.head_dim_v);
       rows.store(out, normalizer, batch, head, row0, 0);
       return;

@@ -70,9 +70,10 @@ struct PairTile {
   PairHead<false> pairs;
 };
 
-// What planes add: exponents of the factors of scores and of out.
+// What planes add: exponents of the factors of scores and of out, and whether out lacks the centers of v.
 struct PlaneTile {
   int score_exponent, out_exponent;
+  bool is_centered;
 };
 
 // A tile of rows, and what its rows see, or see of a part of the keys.
@@ -150,6 +151,7 @@ __device__ __forceinline__ void write_tile(const Schedule& schedule, const Forwa
     const PlaneScales scales(params, batch, tile.head / group);
     tile.score_exponent = scales.of_scores();
     tile.out_exponent = scales.of_out();
+    tile.is_centered = *scales.is_centered() != 0;
   }
   tile.blocks = blocks;
 #pragma unroll 1

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <bit>
+#include <climits>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -36,6 +37,9 @@ struct alignas(8) uint2 {
 };
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
+};
+struct alignas(16) longlong2 {
+  long long x, y;
 };
 struct alignas(16) int4 {
   int x, y, z, w;
@@ -146,9 +150,18 @@ T __ldcs(const T* pointer) {
   return *pointer;
 }
 inline int atomicAdd(int* to, int x) { return *to += x, *to - x; }
-inline int __ldcg(const int* from) { return *from; }
+inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long x) { return *to += x, *to - x; }
+template <class T>
+T __ldcg(const T* from) {
+  return *from;
+}
 inline int atomicMax(int* to, int x) { return std::exchange(*to, max(*to, x)); }
 inline int atomicMin(int* to, int x) { return std::exchange(*to, min(*to, x)); }
+inline int __float2int_rn(float x) {
+  constexpr float kLimit = 0x1p31f;  // saturates; 0 for NaN
+  if (!(std::abs(x) < kLimit)) return x > 0 ? INT_MAX : x < 0 ? INT_MIN : 0;
+  return static_cast<int>(std::nearbyint(x));
+}
 inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
