@@ -150,7 +150,9 @@ T __ldcs(const T* pointer) {
   return *pointer;
 }
 inline int atomicAdd(int* to, int x) { return *to += x, *to - x; }
-inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long x) { return *to += x, *to - x; }
+inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long x) {
+  return *to += x, *to - x;
+}
 template <class T>
 T __ldcg(const T* from) {
   return *from;
