@@ -32,8 +32,8 @@ inline constexpr int kSampleRows = 8, kSumBits = 14, kMostAboveSample = 6;
 // not, even of a hundred. It is made a little smaller, so that no difference from it is twice that magnitude,
 // which float16 would not hold.
 inline constexpr float kLeastMean = 0x1p-2f, kOfMean = 1 - 0x1p-10f;
-// And no row may have so many binades less than the few: without its mean it would lose digits. Rows are
-// looked at one by one from 128 columns on, narrower ones by up to 128 numbers.
+// No row may lie more binades than this below those few: its difference from the mean would lose its digits.
+// Rows are looked at one by one from 128 columns on, narrower ones by up to 128 numbers.
 inline constexpr int kMostBelowSample = 3;
 
 // What rows of the backward pass may have.
@@ -68,7 +68,7 @@ struct PlaneSources {
 // What a block makes: maxima in one launch and planes in the next, which reads the array again; or both.
 enum class PlanePass { kMaxima, kPlanes, kBoth };
 
-// The rows of a head that a block takes. One thread finds them out, because divisions take long.
+// The rows of a head that a block takes. One thread computes them, because integer divisions are slow.
 struct BlockOfRows {
   PlaneScales::Array array;
   int batch, kv_head;
@@ -141,8 +141,8 @@ __device__ __forceinline__ int32_t sample(const PlaneSource& source, const Block
   return __reduce_max_sync(0xffffffff, largest);
 }
 
-// What is subtracted from four columns of v, once the sums of the key head are complete. All that it takes is
-// read at once.
+// What is subtracted from four columns of v, once the sums of the key head are complete. All loads are issued
+// before one is used.
 __device__ __forceinline__ float4 center_of(int column, int rows, const PlaneScales& scales,
                                             const AttentionParams& params) {
   const int exponent = __ldcg(scales.sum_exponent()), fails = __ldcg(scales.sums_fail());
@@ -154,7 +154,7 @@ __device__ __forceinline__ float4 center_of(int column, int rows, const PlaneSca
   const float to_mean = kOfMean / (power_of_two(exponent) * static_cast<float>(rows));
   const auto of_column = [&](long long sum, int32_t maximum) {
     const float mean = static_cast<float>(sum) * to_mean, largest = __int_as_float(maximum);
-    // A sum of integers may be more than that of numbers that are small beside 1.
+    // Rounding to integers may inflate the mean of a column whose values are small beside the head's.
     return kLeastMean * largest <= fabsf(mean) && fabsf(mean) <= largest ? mean : 0;
   };
   return {of_column(low.x, maxima.x), of_column(low.y, maxima.y), of_column(high.x, maxima.z),

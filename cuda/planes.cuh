@@ -12,9 +12,9 @@
 //   ds              for dq a factor for each query (PlaneRows), for dk one for each block of queries; with
 //                   two planes below
 //
-// Of v a plane has what its columns' means leave (PlaneScales::centers). Columns of one sign would make sums
-// that are large beside the differences which the gradients consist of: tensor cores cut them off, and delta,
-// from out, would differ from dp.
+// A plane of v holds v less the mean of each column, if that is large (PlaneScales::centers). With columns of
+// one sign dp and delta would be large beside their difference. Tensor cores truncate sums, so dp would not
+// match out, from which delta is formed.
 //
 // At "high" and "highest" there are two planes of each array, and p and ds have two parts: float32 rounded to
 // float16, and what remains, rounded again. Together they have 22 bits; three products are summed. There ds

@@ -27,7 +27,7 @@ _SEGMENTS_OF_A_ROW = 16
 
 
 class HeadExchange(NamedTuple):
-    """By collectives within a call. Where XLA can, it exchanges arrays itself: see `_on_shards._Plan`."""
+    """Exchanges arrays by collectives within a call, where XLA does not do it on the way to it (`_on_shards._Plan`)."""
 
     axes: str | tuple[str, ...]  # of the mesh, over which the sequence is sharded
     num_devices: int

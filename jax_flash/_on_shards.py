@@ -144,7 +144,7 @@ class _Plan:
             keys = self._rows if self._has_own_keys(name) else self._scattered.get(name) or None
             parts = mesh_axes | {"k": mesh_axes["n"], "s": keys}
             if self._exchange and not self._is_exchanged_within(name):
-                # Of the heads that a device has already, it gets a part.
+                # Each device gets a part of the heads that its shard has already.
                 heads = *_sharding.as_tuple(mesh_axes["n"] or ()), *_sharding.as_tuple(self._rows)
                 parts |= {"n": heads, "k": heads, "t": None, "s": None}
             return NamedSharding(mesh, PartitionSpec(*map(parts.get, axes)))
@@ -208,10 +208,10 @@ class _Plan:
         return None, _head_exchange.of(rows, mesh, lengths, heads, uneven_keys)
 
     def _can_xla_exchange(self, mesh: Mesh, mesh_axes: dict[str, Any], args: dict[str, Any]) -> bool:
-        """Whether XLA exchanges heads by an all-to-all, and does not gather whole arrays.
+        """Whether XLA would exchange heads by an all-to-all, and not gather whole arrays.
 
-        Seen with jax 0.12: it gathers if some axis of the mesh shards none of these axes of the queries, or other heads
-        than theirs.
+        With jax 0.12 it was seen to gather if an axis of the mesh does not shard the batch, rows or heads of the
+        queries.
         """
         *batch, rows, heads, _ = _divisible_spec(mesh, args["q"])
         used = {axis for axes in (*batch, rows, heads) for axis in _sharding.as_tuple(axes)}
@@ -222,9 +222,9 @@ class _Plan:
         return has_keys(name) and bool(self._halo or self._exchange)
 
     def _is_exchanged_within(self, name: str) -> bool:
-        """Whether heads of an array are exchanged in the call, not by XLA on the way to it, once for all passes.
+        """Whether the call exchanges an array's heads, and not XLA on the way to it, which does so once for all passes.
 
-        No sharding says that several devices need the same key head.
+        The call does if XLA cannot, and for a key head that several devices need, which no sharding expresses.
         """
         if self._exchange is None:
             return False
