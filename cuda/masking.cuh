@@ -47,6 +47,24 @@ __device__ __forceinline__ void fill_hidden(Number (&scores)[kMTiles][kNTiles][4
   fill_behind(scores, mask, m_start, n_start, value);
 }
 
+// Of a transposed tile, [keys, queries], fills what 8 queries do not see: in tile `nt` of those from m_start
+// on, with a warp's keys from n_start on.
+template <class Mask>
+__device__ __forceinline__ void fill_unseen(float (&tile)[4], int nt, const Mask& mask, int n_start,
+                                            int m_start, float value) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int key = n_start + accumulator_row(0, h);
+    const int first = mask.first_query(key), last = key < mask.kv_length ? mask.last_query(key) : -1;
+    // Less this lane's first column, so that each element compares with a constant.
+    const int column0 = m_start + accumulator_column(0, 0);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      if (8 * nt + c < first - column0 || 8 * nt + c > last - column0) tile[2 * h + c] = value;
+    }
+  }
+}
+
 // Fills the pairs whose bit is not set.
 template <class Number, int kMTiles, int kNTiles>
 __device__ __forceinline__ void fill_unset(Number (&scores)[kMTiles][kNTiles][4],

@@ -40,8 +40,7 @@
 //
 // With one stage of keys and values, k(u) and v(u) load behind the tile boundary.
 //
-// Above head dim 256 two thread blocks share a tile, with half of the columns each, and add each other's part
-// of scores and of dout v^T (head_halves.cuh). They leave with their tile.
+// Above head dim 256 wide_backward.cuh takes the place of this kernel.
 //
 // Barriers. A ring has "full" and "empty" for each of its stages (ring.cuh). With TMA, a phase of "full" also
 // waits for the bytes; "bar" is a hardware barrier.
@@ -110,6 +109,7 @@
 #include "ptx/tensor_copy.h"
 #include "ptx/wgmma.h"
 #include "sm80/backward.cuh"
+#include "sm90/backward_tiles.cuh"
 #include "sm90/fine_backward.cuh"
 #include "sm90/fragments.cuh"
 #include "sm90/head_halves.cuh"
@@ -119,6 +119,7 @@
 #include "sm90/ring.cuh"
 #include "sm90/tensor_map.h"
 #include "sm90/tile_loader.cuh"
+#include "sm90/wide_backward.cuh"
 #include "softmax.cuh"
 #include "tiles.h"
 #include "visibility.cuh"
@@ -129,90 +130,17 @@ using backward_params = BackwardParams;  // by the direction's name, for kernel.
 
 namespace jax_flash::cuda::sm90 {
 
-// The tiles in the order in which thread blocks take them. An item is a tile, or the first and the last, the
-// second and the last but one tile of a part: when causal, such pairs are all equally long. Where items are
-// equal, blocks stay on their multiprocessors, and an item's rows load while the one before ends; where they
-// are not, there are as many blocks as items, and the hardware starts one where one ends: then causal tiles
-// come longest first, the first one of every part of a section, the second one, ... (a part after the other
-// would have the last part's long tiles end alone: up to 1.5 times as long). Queries, dout and dq of a
-// section fit in L2 together.
-//
-// Where tiles add dq in turns, all come from a counter, those of the last keys first, which are the first to
-// see each block of queries when causal, too. A tile waits only for tiles with lower numbers. Numbers are
-// drawn in order, and a block computes its own in order, so the lowest unfinished one waits for nobody.
-struct BackwardSchedule {
-  int n_blocks;       // of one part of the query heads
-  int items;          // of one part: n_blocks, or half as many
-  int num_parts;      // of a batch element
-  int num_items;      // of all parts
-  int* counter;       // of items handed out; null: there are as many blocks as items
-  int num_blocks;     // the grid
-  int section_parts;  // of one section but the last; 1: a part after the other
-  bool in_turns;      // tiles add dq in turns
-
-  BackwardSchedule(const BackwardParams& params, int block_n, int multiprocessors, bool in_turns)
-      : n_blocks(static_cast<int>(ceil_div(params.seqlen_kv, block_n))),
-        num_parts(static_cast<int>(params.num_head_parts)),
-        in_turns(in_turns) {
-    const int64_t parts = params.batch * num_parts, pairs = (n_blocks + 1) / 2;
-    if (in_turns) {
-      items = n_blocks;
-      num_items = static_cast<int>(n_blocks * parts);
-      counter = params.tile_counter;
-      num_blocks = std::min(num_items, multiprocessors);
-      section_parts = 1;
-      return;
-    }
-    // A pair is long: its last round must not leave many multiprocessors idle. And the longer and the more
-    // tiles are, the less it matters that rows load while the one before ends; but a tile is as many times
-    // longer as a part has query heads.
-    const bool has_many =
-        n_blocks >= 64 && n_blocks * parts >= 6 * multiprocessors * (params.num_heads / num_parts);
-    const int64_t rounds = ceil_div(pairs * parts, multiprocessors);
-    const bool by_pairs =
-        is_triangle(params) && !has_many && pairs * parts * 100 >= rounds * multiprocessors * 85;
-    items = by_pairs ? static_cast<int>(pairs) : n_blocks;
-    num_items = static_cast<int>(items * parts);
-    counter = (by_pairs || is_full(params)) && num_items > multiprocessors ? params.tile_counter : nullptr;
-    num_blocks = counter ? multiprocessors : num_items;
-    // Few tiles must end together before anything else.
-    constexpr int64_t kSectionBytes = 18 << 20;  // of 50 MB of L2: 34 MB took 2 % longer with grouped heads
-    // Of a query head: the tiles of a part go through its query heads in step.
-    const int64_t head_bytes = params.seqlen_q * (6 * params.head_dim + 2 * params.head_dim_v);
-    const int64_t fitting = has_many ? kSectionBytes / std::max<int64_t>(head_bytes, 1) : parts;
-    section_parts = static_cast<int>(is_triangle(params) && !by_pairs ? std::max<int64_t>(fitting, 1) : 1);
-  }
-};
-
-struct BackwardArguments {
-  CUtensorMap q_map, dout_map;  // [B, T, N, H], [B, T, N, Hv] in boxes of kBlockM rows
-  CUtensorMap k_map, v_map;     // [B, S, K, H], [B, S, K, Hv] in boxes of kBlockN rows
-  CUtensorMap dk_map, dv_map;   // [B, S, K, H], [B, S, K, Hv] in boxes of 16 rows: a warp's
-  CUtensorMap ds_map;           // [B N, T, S] in boxes of kBlockM rows and 64 keys
-  BackwardParams params;
-  BackwardSchedule schedule;
-  Fragments dq_accum, dk_parts, dv_parts;
-  // How many blocks of keys have added to each kDeltaRows rows of dq [B, N, ceil(T / kDeltaRows)], if they
-  // add in turns. It lies in dq, which is written last and has 16 bytes a row or more.
-  int32_t* turns;
-  LogitScale logit;
-  PairOptions pairs;
-  int part_heads;  // query heads of a part
-  bool keeps_ds;   // does ds leave for the gradient of a bias?
-  bool writes_dq;  // is there nothing to add to?
-};
-
 template <class Arithmetic_, int kHeadDim_, PairPolicy kPolicy_, bool kWithDq_>
 struct BackwardConfig {
   // float32 comes as planes; dk and dv leave the registers as float32.
   static constexpr bool kPlanes = !kIs16Bit<Arithmetic_>;
   using Arithmetic = std::conditional_t<kPlanes, float16, Arithmetic_>;  // of the products
   using Element = typename Arithmetic::Element;
-  static constexpr bool kHasHalves = has_halves(kHeadDim_);  // does a block have half of the columns?
-  static constexpr int kHeadDim = block_columns(kHeadDim_);  // the columns of a block
-  static constexpr PairPolicy kPolicy = kPolicy_;            // the pair options that the kernel handles
-  static constexpr bool kWithDq = kWithDq_;                  // or dk and dv only
-  static constexpr BackwardTile kTile = backward_tile(kHeadDim_, kPolicy.is_general());
+  static constexpr bool kIsCluster = false;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr PairPolicy kPolicy = kPolicy_;  // the pair options that the kernel handles
+  static constexpr bool kWithDq = kWithDq_;        // or dk and dv only
+  static constexpr BackwardTile kTile = backward_tile(kHeadDim, kPolicy.is_general());
   static constexpr int kBlockM = kTile.block_m, kStages = kTile.stages, kKvStages = kTile.kv_stages;
   static constexpr int kHeadDimV = backward_head_dim_v(kHeadDim);  // the columns of v and dout
   // Does a consumer own 64 keys, or half of the columns?
@@ -262,10 +190,10 @@ struct BackwardConfig {
   static constexpr int kKColumns = kWithDq && kRowColumns % kDqColumns != 0 ? kDqColumns : kRowColumns;
   static_assert(kKColumns % 16 == 0 && kChunks * kKColumns >= kHeadDim);
   // ds [kBlockM, kBlockN], or p^T and ds^T [kBlockN, kBlockM]; two buffers: one is written while slower warps
-  // still read the other. Scores of the other half leave room for one only.
+  // still read the other.
   static constexpr int kDsChunkBytes = kBlockM * kChunkRowBytes;  // 64 keys of ds
   static constexpr int kDsBytes = kBlockM * kBlockN * 2;
-  static constexpr int kDsStages = kHasHalves ? 1 : kWithDq || !kByKeys ? 2 : 0;
+  static constexpr int kDsStages = kWithDq || !kByKeys ? 2 : 0;
   static constexpr int kPStages = kByKeys ? 0 : kDsStages;
   static constexpr int kOutChunks = ceil_div(kColumns, kRowColumns);
   static constexpr int kOutBytes = kOutChunks * 16 * kRowBytes;  // of a warp's dk, and at most of its dv
@@ -286,21 +214,15 @@ struct BackwardConfig {
   using WarpBias = BiasBuffer</*kTransposed=*/true, kQueries>;
   static_assert(kByKeys || !kPolicy.may_stage_bias());
   static constexpr int kBias = kDq + kDqBytes;
-  using OtherHalf = sm90::OtherHalf<kQueries / 8, kHasHalves ? 1 : 0>;
-  static constexpr int kOtherScores =
-      kBias + (kPolicy.may_stage_bias() ? kConsumerWarps * WarpBias::kBytes : 0);
-  static constexpr int kLse = kOtherScores + kConsumerWarps * OtherHalf::kBytes,
+  static constexpr int kLse = kBias + (kPolicy.may_stage_bias() ? kConsumerWarps * WarpBias::kBytes : 0),
                        kDelta = kLse + kStages * kBlockM * 4;
   static constexpr int kDsFactor = kDelta + kStages * kBlockM * 4;
   static constexpr int kBarriers = kDsFactor + (kPlanes ? kStages * kBlockM * 2 : 0),
-                       kOwnBarriers = 4 * kStages + 3 * kKvStages + (kWithDq ? 2 * kDqParts : 0) + 2,
-                       kNumBarriers = kOwnBarriers + kConsumerWarps * OtherHalf::kNumBarriers;
+                       kNumBarriers = 4 * kStages + 3 * kKvStages + (kWithDq ? 2 * kDqParts : 0) + 2;
   static constexpr int kItems = kBarriers + 8 * kNumBarriers, kSharedBytes = kItems + ItemRing::kBytes;
   static_assert(kQChunkBytes % 1024 == 0 && kKvChunkBytes % 1024 == 0,
                 "wgmma wants tiles aligned to 1024 bytes");
   static_assert(kSharedBytes <= 227 * 1024);
-  static_assert(!kHasHalves ||
-                (kHeadDim % kRowColumns == 0 && kHeadDimV == kHeadDim && !kByKeys && !kWithDq));
 };
 
 // Addresses in shared memory.
@@ -357,12 +279,6 @@ struct BackwardShared {
   // Only with dq.
   __device__ DqRing dq_ring() const { return {barrier(2 * QRing::kNumBarriers + KvRing::kNumBarriers + 2)}; }
   __device__ ItemRing items() const { return {base + Config::kItems}; }
-  // By consumer warp.
-  using OtherHalf = typename Config::OtherHalf;
-  __device__ OtherHalf other_half(int warp) const {
-    return {base + Config::kOtherScores + warp * OtherHalf::kBytes,
-            {barrier(Config::kOwnBarriers + warp * OtherHalf::kNumBarriers)}};
-  }
 
  private:
   __device__ uint32_t barrier(int index) const { return base + Config::kBarriers + 8 * index; }
@@ -373,69 +289,6 @@ struct BackwardShared {
     return Config::kByKeys ? 0 : consumer * (Config::kChunks / 2) * Config::kKvChunkBytes;
   }
 };
-
-// ---- Which tiles ----
-
-// A block of keys of one key head, and the queries of a part of its query heads that see it.
-template <class Config>
-struct BackwardTileWork {
-  int n_start, part, batch;
-  Mask mask;
-  int m_begin, m_blocks;  // of each query head, if no list says which
-  int all_blocks;         // of all heads of the part
-
-  __device__ __forceinline__ BackwardTileWork(const BackwardParams& params, int n_start, int part, int batch)
-      : n_start(n_start), part(part), batch(batch), mask(params, batch) {
-    const int num_parts = static_cast<int>(params.num_head_parts);
-    const QueryBlocks seen_by = mask.query_blocks<Config::kBlockM>(n_start, Config::kBlockN);
-    m_begin = seen_by.start, m_blocks = seen_by.count;
-    const int part_heads = static_cast<int>(params.num_heads) / num_parts;
-    all_blocks = m_blocks * part_heads;
-    if constexpr (Config::Queries::kMayBeListed) {
-      all_blocks = 0;
-#pragma unroll 1
-      for (int i = 0; i < part_heads; ++i) all_blocks += queries(params, part * part_heads + i).count;
-    }
-    for (int* value :
-         {&mask.lowest, &mask.highest, &mask.q_length, &mask.kv_length, &m_begin, &m_blocks, &all_blocks}) {
-      *value = uniform(*value);
-    }
-  }
-
-  // Computed where it is needed: there is no register for it.
-  __device__ __forceinline__ int kv_head(const BackwardParams& params) const {
-    return part / (static_cast<int>(params.num_head_parts) / static_cast<int>(params.num_kv_heads));
-  }
-
-  // The blocks of queries of one head.
-  __device__ __forceinline__ typename Config::Queries queries(const BackwardParams& params, int head) const {
-    const int first = m_begin / Config::kBlockM;
-    return {params, batch, head, n_start, first, first + m_blocks};
-  }
-};
-
-template <class Config, bool kDraws, class F>
-__device__ __forceinline__ void for_each_tile(const BackwardSchedule& schedule, const BackwardParams& params,
-                                              const ItemRing& ring, F f) {
-  for_each_item<kDraws>(ring, schedule.counter, first_item<Config>(), schedule.num_items, [&](int index) {
-    const int section_items = schedule.section_parts * schedule.items;
-    const int section = static_cast<unsigned>(index) / section_items,
-              in_section = index - section * section_items;
-    const int first_part = section * schedule.section_parts;
-    const int parts = min(schedule.section_parts, schedule.num_items / schedule.items - first_part);
-    const int place = static_cast<unsigned>(in_section) / parts;
-    const int first = schedule.in_turns ? schedule.n_blocks - 1 - place : place;
-    const int last = schedule.n_blocks - 1 - first;
-    const int part_of_all = first_part + in_section - place * parts;
-    const int batch = static_cast<unsigned>(part_of_all) / schedule.num_parts;
-    const int part = part_of_all - batch * schedule.num_parts;
-    const bool is_pair = schedule.items < schedule.n_blocks && first < last;
-#pragma unroll 1
-    for (int i = 0; i < (is_pair ? 2 : 1); ++i) {
-      f(BackwardTileWork<Config>(params, (i == 0 ? first : last) * Config::kBlockN, part, batch));
-    }
-  });
-}
 
 // ---- The producer: a warp for k and q, one for v and dout, one for lse and delta, one for sums of dq ----
 
@@ -474,8 +327,7 @@ struct BackwardLoader {
                    static_cast<int>(params.seqlen_kv),
                    ptx::kEvictFirst,
                    tail,
-                   tail_parity,
-                   first_column<Config>()};
+                   tail_parity};
     keys.template load<Config::kBlockN>(kIsQueries ? shared.sK(kv_stage, 0) : shared.sV(kv_stage, 0), full_kv,
                                         work.kv_head(params), work.n_start);
     RowLoader rows{kIsQueries ? arguments.q_map : arguments.dout_map,
@@ -484,8 +336,7 @@ struct BackwardLoader {
                    static_cast<int>(params.seqlen_q),
                    ptx::kEvictLast,
                    tail,
-                   keys.tail_parity,
-                   first_column<Config>()};
+                   keys.tail_parity};
     const int part_heads = arguments.part_heads;
     auto ring = kIsQueries ? q_ring : shared.dout_ring().at(q_ring);
 #pragma unroll 1
@@ -716,7 +567,6 @@ struct BackwardConsumer {
   typename BackwardShared<Config>::KvRing kv_ring = shared.kv_ring();
   typename BackwardShared<Config>::DqRing dq_ring = shared.dq_ring();
   bool is_first = false;  // is this the first block after a tile was written out?
-  typename Config::OtherHalf other_half = shared.other_half(4 * consumer + warp);
   // Where they are of planes: of this tile's scores; and what ds is multiplied by to be an operand for dk.
   std::conditional_t<Config::kPlanes, LogitScale, const LogitScale&> logit;
   float dk_factor = 1;
@@ -826,8 +676,6 @@ struct BackwardConsumer {
       issue_gradient(dv, p, shared.sP(ds_stage), sDout);
       if constexpr (Config::kWithDq) exchange();
     } else {
-      // The other consumer's products may still read the only buffer.
-      if constexpr (Config::kDsStages == 1) ptx::named_barrier_wait(1, 256);
       store_transposed(p, shared.sP(ds_stage));
       store_transposed(ds_operand, shared.sDs(ds_stage));
       exchange();
@@ -857,7 +705,7 @@ struct BackwardConsumer {
       q.release();  // each thread has read lse and delta by ordinary loads
     }
     q_ring.advance();
-    if constexpr (Config::kDsStages > 1) ds_stage ^= 1;
+    if constexpr (Config::kDsStages > 0) ds_stage ^= 1;
   }
 
   // The last tile's dk and dv leave from the places of ds and dq: both consumers' must have gone.
@@ -884,7 +732,6 @@ struct BackwardConsumer {
     }
     ptx::wgmma_wait<1>();
     ptx::keep_in_place(scores[0]);
-    other_half.add_to(scores[0]);
     take_bias(work, pairs, next_m_start, scores);
     read_stats<kEarlyTiles, kTiles>(lse_log2, shared.sLse(q_ring.stage));
     RowStats delta;
@@ -907,7 +754,6 @@ struct BackwardConsumer {
     make_room_for_ds();
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(ds[0]);
-    other_half.add_to(ds[0]);
     read_stats<kEarlyTiles, kTiles>(delta, shared.sDelta(q_ring.stage));
     uint32_t to = ds_row();
     ptx::make_opaque(to);
@@ -978,13 +824,11 @@ struct BackwardConsumer {
     }
     ptx::wgmma_wait<Config::kIssuesDsLate ? 0 : 1>();
     ptx::keep_in_place(scores[0]);
-    other_half.add_to(scores[0]);
     take_bias(work, pairs, next_m_start, scores);
     transform_scores(scores[0], pairs, has_staged_bias(), logit, row0, column0);
     if (Config::kIssuesDsLate) issue_ds();
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(ds[0]);
-    other_half.add_to(ds[0]);
     Operand for_dq;
 #pragma unroll
     for (int nt = 0; nt < kTiles; ++nt) {
@@ -1034,8 +878,7 @@ struct BackwardConsumer {
   template <int kDepth, int kAColumns = Config::kRowColumns>
   __device__ __forceinline__ void issue_scores(Scores& scores, uint32_t a_tile, uint32_t b_tile) {
     sm90::issue_scores<Arithmetic, kDepth, /*kAccumulate=*/false, kAColumns>(
-        scores, descriptor_address<Config>(a_tile), Config::kKvChunkBytes, descriptor_address<Config>(b_tile),
-        Config::kQChunkBytes);
+        scores, a_tile, Config::kKvChunkBytes, b_tile, Config::kQChunkBytes);
   }
 
   // sum, dk or dv, += p^T or ds^T [64, kBlockM] times this consumer's columns of rows, q or dout.
@@ -1045,27 +888,14 @@ struct BackwardConsumer {
       issue_sum<Arithmetic, Config::kRowBytes>(sum, operand, rows, Config::kQChunkBytes);
     } else {
       const uint32_t columns = uniform(rows + consumer * (Config::kChunks / 2) * Config::kQChunkBytes);
-      issue_sum<Arithmetic, kBlockM, /*kAccumulate=*/true, Config::kRowBytes>(
-          sum, descriptor_address<Config>(tile), Config::kQChunkBytes, descriptor_address<Config>(columns),
-          Config::kQChunkBytes);
+      issue_sum<Arithmetic, kBlockM, /*kAccumulate=*/true, Config::kRowBytes>(sum, tile, Config::kQChunkBytes,
+                                                                              columns, Config::kQChunkBytes);
     }
   }
 
-  // In tile `nt`, a lane's pairs in which the query does not see the key become `hidden`.
   __device__ __forceinline__ void hide(const BackwardTileWork<Config>& work, float (&tile)[4], int nt,
                                        int m_start, float hidden) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const Mask& mask = work.mask;
-      const int key = work.n_start + warp_row() + accumulator_row(0, h);
-      const int first = mask.first_query(key), last = key < mask.kv_length ? mask.last_query(key) : -1;
-      // Less this lane's first column, so that each element compares with a constant.
-      const int column0 = m_start + query_row() + accumulator_column(0, 0);
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        if (8 * nt + c < first - column0 || 8 * nt + c > last - column0) tile[2 * h + c] = hidden;
-      }
-    }
+    fill_unseen(tile, nt, work.mask, work.n_start + warp_row(), m_start + query_row(), hidden);
   }
 
   // From 8 queries' scores to log2(p), and to p.
@@ -1159,8 +989,8 @@ struct BackwardConsumer {
     if (arguments.dk_parts.tiles) {
       if (row0 < static_cast<int>(params.seqlen_kv)) {
         if constexpr (Config::kPlanes) scale_gradients(work);
-        write_part(dk, arguments.dk_parts, work, row0, chunk0);
-        write_part(dv, arguments.dv_parts, work, row0, chunk0);
+        write_fragments(dk, arguments.dk_parts, work.batch, work.part, row0, chunk0 * Config::kRowColumns);
+        write_fragments(dv, arguments.dv_parts, work.batch, work.part, row0, chunk0 * Config::kRowColumns);
       }
       __syncwarp();
       if (!Config::kWithDq && ptx::elect_one()) kv_ring.release();
@@ -1185,7 +1015,7 @@ struct BackwardConsumer {
     if (row0 < static_cast<int>(params.seqlen_kv) && ptx::elect_one()) {
 #pragma unroll
       for (int chunk = 0; chunk < Config::kOutChunks; ++chunk) {
-        const int column = first_column<Config>() + (chunk0 + chunk) * Config::kRowColumns;
+        const int column = (chunk0 + chunk) * Config::kRowColumns;
         const int offset = chunk * Config::kOutPitch;
         if (column < params.head_dim) {
           ptx::tensor_store(arguments.dk_map, sDk + offset, column, work.kv_head(params), row0, work.batch);
@@ -1226,19 +1056,6 @@ struct BackwardConsumer {
     __syncwarp();
     if (!Config::kWithDq && ptx::elect_one()) kv_ring.release();
   }
-
-  // A warp's rows of a part's sums, from `row` and chunk `chunk0` of columns on.
-  template <int kSumTiles>
-  __device__ __forceinline__ void write_part(const float (&sum)[1][kSumTiles][4], const Fragments& to,
-                                             const BackwardTileWork<Config>& work, int row, int chunk0) {
-    const int column = first_column<Config>() + chunk0 * Config::kRowColumns,
-              tiles = to.column_tiles - column / Fragments::kTileColumns;
-    float4* tile = reinterpret_cast<float4*>(to.tile(work.batch, work.part, row, column)) + lane_id();
-#pragma unroll
-    for (int nt = 0; nt < kSumTiles; ++nt) {
-      if (nt < tiles) tile[32 * nt] = {sum[0][nt][0], sum[0][nt][1], sum[0][nt][2], sum[0][nt][3]};
-    }
-  }
 };
 
 template <class Config>
@@ -1256,11 +1073,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::barrier_init(shared.tail(1), 1);
     if constexpr (Config::kWithDq) shared.dq_ring().init(Config::kConsumerWarps / Config::kDqParts, 1);
     shared.items().init((Config::kWithDq ? 3 : 2) + Config::kConsumerWarps);
-    for (int warp = 0; warp < Config::kConsumerWarps; ++warp) shared.other_half(warp).init();
     ptx::barrier_init_fence();
   }
   __syncthreads();
-  wait_for_other_half<Config>();
   ptx::wait_for_grid_before();
 
   auto for_each = [&]<bool kDraws = false>(auto f, std::bool_constant<kDraws> = {}) {
@@ -1296,7 +1111,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       consume.template operator()<Config::kPolicy>();
     }
     if (ptx::elect_one()) ptx::tensor_store_wait_read();
-    wait_for_other_half<Config>();
   }
 }
 
@@ -1331,7 +1145,7 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
   int32_t* const in_turns = Config::kWithDq ? turns(params) : nullptr;
   BackwardArguments arguments{
       .params = params,
-      .schedule{params, Config::kBlockN, context.multiprocessors / (Config::kHasHalves ? 2 : 1),
+      .schedule{params, Config::kBlockN, context.multiprocessors / (Config::kIsCluster ? 2 : 1),
                 in_turns != nullptr},
       .dq_accum = dq_sums(params),
       .dk_parts = dk_parts(params),
@@ -1359,15 +1173,15 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
   if (const Status status = launch_lists(params, Config::Queries::shape(), context); status.failed()) {
     return status;
   }
-  if constexpr (Config::kHasHalves) {
+  if constexpr (Config::kIsCluster) {
     // Each block would draw an item of its own.
     arguments.schedule.counter = nullptr;
-    return launch_tiles<Config>(backward_kernel<Config>, arguments.schedule.num_items, context, arguments);
-  }
-  const Status status = launch_early(backward_kernel<Config>, arguments.schedule.num_blocks, Config::kThreads,
-                                     Config::kSharedBytes, context, arguments);
-  if constexpr (Config::kWithDq) {
-    if (status.failed()) return status;
+    return launch_tiles<Config>(wide_backward_kernel<Config>, arguments.schedule.num_items, context,
+                                arguments);
+  } else {
+    const Status status = launch_early(backward_kernel<Config>, arguments.schedule.num_blocks,
+                                       Config::kThreads, Config::kSharedBytes, context, arguments);
+    if (!Config::kWithDq || status.failed()) return status;
     if constexpr (Config::kPlanes) {
       return launch_convert_fragments<float>(arguments.dq_accum, 1, params.dq, DqOfPlanes{params}, context);
     } else {
@@ -1375,8 +1189,12 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
       return launch_convert_fragments<Element>(arguments.dq_accum, 1, params.dq, scale, context);
     }
   }
-  return status;
 }
+
+template <class Arithmetic, int kHeadDim, PairPolicy kPolicy, bool kWithDq>
+using BackwardConfigOf =
+    std::conditional_t<has_halves(kHeadDim), WideBackwardConfig<Arithmetic, kHeadDim, kPolicy>,
+                       BackwardConfig<Arithmetic, kHeadDim, kPolicy, kWithDq>>;
 
 // Of backward_dq.cuh, compiled in units of its own.
 template <class Arithmetic, int kHeadDim>
@@ -1400,10 +1218,10 @@ Status backward_by_warpgroups(const BackwardParams& params, const LaunchContext&
   auto launch_form = [&]<bool kWithDq>() {
     constexpr PairPolicy kGeneral = kHeadDim <= 128 ? kAnyPairs : kAnyPairsUnstaged;
     return is_general(params)
-               ? launch_backward<BackwardConfig<Arithmetic, kHeadDim, kGeneral, kWithDq>>(params, context)
-               : launch_backward<BackwardConfig<Arithmetic, kHeadDim, kNoPairs, kWithDq>>(params, context);
+               ? launch_backward<BackwardConfigOf<Arithmetic, kHeadDim, kGeneral, kWithDq>>(params, context)
+               : launch_backward<BackwardConfigOf<Arithmetic, kHeadDim, kNoPairs, kWithDq>>(params, context);
   };
-  constexpr int kBlockN = BackwardConfig<Arithmetic, kHeadDim, kNoPairs, /*kWithDq=*/false>::kBlockN;
+  constexpr int kBlockN = BackwardConfigOf<Arithmetic, kHeadDim, kNoPairs, /*kWithDq=*/false>::kBlockN;
   const int64_t cleared = with_dq && !has_one_block(params, kBlockN) ? dq_sums(params).size() : 0;
   Status status;
   if constexpr (kPlanes) {

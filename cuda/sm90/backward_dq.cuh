@@ -91,7 +91,7 @@ struct BackwardDqConfig {
   static constexpr bool kPlanes = !kIs16Bit<Arithmetic_>;
   using Arithmetic = std::conditional_t<kPlanes, float16, Arithmetic_>;  // of the products
   using Element = typename Arithmetic::Element;
-  static constexpr bool kHasHalves = has_halves(kHeadDim_);  // does a block have half of the columns?
+  static constexpr bool kIsCluster = has_halves(kHeadDim_);  // does a block have half of the columns?
   static constexpr int kHeadDim = block_columns(kHeadDim_), kHeadDimV = backward_head_dim_v(kHeadDim);
   static constexpr PairPolicy kPolicy = kPolicy_;  // the pair options that the kernel handles
   static constexpr BackwardDqTile kTile = backward_dq_tile(kHeadDim_, kPolicy.is_general());
@@ -107,7 +107,7 @@ struct BackwardDqConfig {
   static constexpr int kQBytes = kChunks * kQChunkBytes, kDoutBytes = kChunksV * kQChunkBytes;
   static constexpr int kKBytes = kChunks * kKvChunkBytes, kVBytes = kChunksV * kKvChunkBytes;
   static constexpr int kDout = kQBytes, kK = kDout + kDoutBytes, kV = kK + kStages * kKBytes;
-  using OtherHalf = sm90::OtherHalf<kBlockN / 8, kHasHalves ? 2 : 0>;  // of scores and of their gradients
+  using OtherHalf = sm90::OtherHalf<kBlockN / 8, kIsCluster ? 2 : 0>;  // of scores and of their gradients
   static constexpr int kOtherScores = kV + kStages * kVBytes;
   static constexpr int kBarriers = kOtherScores + 4 * kConsumers * OtherHalf::kBytes;
   static constexpr int kOwnBarriers = 4 * kStages + 4;
@@ -115,7 +115,7 @@ struct BackwardDqConfig {
   static constexpr int kSharedBytes = kBarriers + 8 * kNumBarriers;
   static_assert(kKvChunkBytes % 1024 == 0, "wgmma wants tiles aligned to 1024 bytes");
   static_assert(kSharedBytes <= 227 * 1024);
-  static_assert(!kHasHalves || (kHeadDim % kRowColumns == 0 && kHeadDimV == kHeadDim));
+  static_assert(!kIsCluster || (kHeadDim % kRowColumns == 0 && kHeadDimV == kHeadDim));
 };
 
 // Addresses in shared memory.

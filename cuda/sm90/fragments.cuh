@@ -48,6 +48,18 @@ struct Fragments {
   }
 };
 
+// Writes a warp's sums [16, 8 * kTiles] to (row, column) of a head.
+template <int kTiles>
+__device__ __forceinline__ void write_fragments(const float (&sum)[1][kTiles][4], const Fragments& to,
+                                                int batch, int head, int row, int column) {
+  const int tiles = to.column_tiles - column / Fragments::kTileColumns;
+  float4* tile = reinterpret_cast<float4*>(to.tile(batch, head, row, column)) + lane_id();
+#pragma unroll
+  for (int nt = 0; nt < kTiles; ++nt) {
+    if (nt < tiles) tile[32 * nt] = {sum[0][nt][0], sum[0][nt][1], sum[0][nt][2], sum[0][nt][3]};
+  }
+}
+
 // The same for every element.
 struct UniformFactor {
   float value;

@@ -306,7 +306,7 @@ void load_bytes(uint32_t shared, const void* global, uint32_t bytes, uint32_t ba
               }});
 }
 
-void store_to_peer(uint32_t address, std::array<float, 4> values, uint32_t barrier) {
+void store_to_peer(uint32_t address, std::array<uint32_t, 4> values, uint32_t barrier) {
   void* const to = at_shared_address(address, sizeof(values), cluster_rank() ^ 1);
   begin_load({barrier, sizeof(values), [=] { std::memcpy(to, values.data(), sizeof(values)); }},
              other_block());

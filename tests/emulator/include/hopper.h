@@ -23,7 +23,7 @@ void load_box(uint32_t shared, const CUtensorMap& map, uint32_t barrier, Element
 void store_box(const CUtensorMap& map, uint32_t shared, Element first);
 void load_bytes(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier);
 // To the other block of a cluster, whose addresses these are.
-void store_to_peer(uint32_t address, std::array<float, 4> values, uint32_t barrier);
+void store_to_peer(uint32_t address, std::array<uint32_t, 4> values, uint32_t barrier);
 void store_floats(float* global, uint32_t shared, uint32_t bytes);
 void add_floats(float* global, uint32_t shared, uint32_t bytes);
 void commit_stores();
