@@ -18,8 +18,7 @@
 //   other units        p1     ds1            p0     ds0       | dq to the place of q, and out
 //                                                             ^ end of the tile
 //
-// Above head dim 256 two thread blocks share a tile, with half of the columns each, and add each other's part
-// of scores and of dout v^T (head_halves.cuh).
+// Above head dim 256 wide_backward_dq.cuh takes the place of this kernel.
 //
 // Barriers. A ring has "full" and "empty" for each of its stages (ring.cuh). With TMA, a phase of "full" also
 // waits for the bytes; "bar" is a hardware barrier.
@@ -60,12 +59,14 @@
 #include "ptx/tensor_copy.h"
 #include "ptx/wgmma.h"
 #include "sm80/backward_dq.cuh"
+#include "sm90/backward_dq_tiles.cuh"
 #include "sm90/head_halves.cuh"
 #include "sm90/output.cuh"
 #include "sm90/product.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/tensor_map.h"
 #include "sm90/tile_loader.cuh"
+#include "sm90/wide_backward_dq.cuh"
 #include "softmax.cuh"
 #include "tiles.h"
 #include "visibility.cuh"
@@ -76,25 +77,16 @@ using backward_dq_params = BackwardParams;  // by the direction's name, for kern
 
 namespace jax_flash::cuda::sm90 {
 
-struct BackwardDqArguments {
-  CUtensorMap q_map, dout_map;  // [B, T, N, H], [B, T, N, Hv] in boxes of kBlockM rows
-  CUtensorMap k_map, v_map;     // [B, S, K, H], [B, S, K, Hv] in boxes of kBlockN rows
-  CUtensorMap dq_map;           // [B, T, N, H] in boxes of 16 rows: a warp's
-  BackwardParams params;
-  LogitScale logit;
-  PairOptions pairs;
-};
-
 template <class Arithmetic_, int kHeadDim_, PairPolicy kPolicy_>
 struct BackwardDqConfig {
   // float32 comes as planes; dq leaves the registers as float32.
   static constexpr bool kPlanes = !kIs16Bit<Arithmetic_>;
   using Arithmetic = std::conditional_t<kPlanes, float16, Arithmetic_>;  // of the products
   using Element = typename Arithmetic::Element;
-  static constexpr bool kIsCluster = has_halves(kHeadDim_);  // does a block have half of the columns?
-  static constexpr int kHeadDim = block_columns(kHeadDim_), kHeadDimV = backward_head_dim_v(kHeadDim);
+  static constexpr bool kIsCluster = false;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = backward_head_dim_v(kHeadDim);
   static constexpr PairPolicy kPolicy = kPolicy_;  // the pair options that the kernel handles
-  static constexpr BackwardDqTile kTile = backward_dq_tile(kHeadDim_, kPolicy.is_general());
+  static constexpr BackwardDqTile kTile = backward_dq_tile(kHeadDim, kPolicy.is_general());
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
   static constexpr int kBlockM = 64 * kConsumers, kBlockN = kTile.block_n, kStages = kTile.stages;
   using Keys = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/true, kBlockM, kBlockN>;
@@ -107,15 +99,10 @@ struct BackwardDqConfig {
   static constexpr int kQBytes = kChunks * kQChunkBytes, kDoutBytes = kChunksV * kQChunkBytes;
   static constexpr int kKBytes = kChunks * kKvChunkBytes, kVBytes = kChunksV * kKvChunkBytes;
   static constexpr int kDout = kQBytes, kK = kDout + kDoutBytes, kV = kK + kStages * kKBytes;
-  using OtherHalf = sm90::OtherHalf<kBlockN / 8, kIsCluster ? 2 : 0>;  // of scores and of their gradients
-  static constexpr int kOtherScores = kV + kStages * kVBytes;
-  static constexpr int kBarriers = kOtherScores + 4 * kConsumers * OtherHalf::kBytes;
-  static constexpr int kOwnBarriers = 4 * kStages + 4;
-  static constexpr int kNumBarriers = kOwnBarriers + 4 * kConsumers * OtherHalf::kNumBarriers;
+  static constexpr int kBarriers = kV + kStages * kVBytes, kNumBarriers = 4 * kStages + 4;
   static constexpr int kSharedBytes = kBarriers + 8 * kNumBarriers;
   static_assert(kKvChunkBytes % 1024 == 0, "wgmma wants tiles aligned to 1024 bytes");
   static_assert(kSharedBytes <= 227 * 1024);
-  static_assert(!kIsCluster || (kHeadDim % kRowColumns == 0 && kHeadDimV == kHeadDim));
 };
 
 // Addresses in shared memory.
@@ -134,45 +121,9 @@ struct BackwardDqShared {
   __device__ uint32_t q_full() const { return barrier(4 * Config::kStages); }
   __device__ uint32_t dout_full() const { return barrier(4 * Config::kStages + 1); }
   __device__ uint32_t tail(int warp) const { return barrier(4 * Config::kStages + 2 + warp); }
-  // By consumer warp.
-  using OtherHalf = typename Config::OtherHalf;
-  __device__ OtherHalf other_half(int warp) const {
-    return {base + Config::kOtherScores + warp * OtherHalf::kBytes,
-            {barrier(Config::kOwnBarriers + warp * OtherHalf::kNumBarriers)}};
-  }
 
  private:
   __device__ uint32_t barrier(int index) const { return base + Config::kBarriers + 8 * index; }
-};
-
-// ---- Which tile: the last rows first, which see the most keys when causal ----
-
-template <class Config>
-struct BackwardDqWork {
-  int m_start, head, kv_head, batch;
-  Mask mask;
-  KeyBlocks blocks;  // if no list says which
-  typename Config::Keys keys;
-  int seqlen_q, seqlen_kv;
-
-  __device__ __forceinline__ BackwardDqWork(const BackwardParams& params, unsigned index)
-      : batch(index / num_tiles(params)), mask(params, batch), keys(params, 0, 0, 0, 0, 0) {
-    seqlen_q = static_cast<int>(params.seqlen_q), seqlen_kv = static_cast<int>(params.seqlen_kv);
-    const unsigned in_batch = index - batch * num_tiles(params), m_blocks = num_m_blocks(params);
-    head = in_batch / m_blocks;
-    m_start = (m_blocks - 1 - (in_batch - head * m_blocks)) * Config::kBlockM;
-    kv_head = head / (static_cast<int>(params.num_heads) / static_cast<int>(params.num_kv_heads));
-    blocks = mask.template key_blocks<Config::kBlockN>(m_start, min(Config::kBlockM, seqlen_q - m_start));
-    keys = {params, batch, head, m_start, blocks.begin, blocks.end};
-  }
-
- private:
-  __device__ static unsigned num_m_blocks(const BackwardParams& params) {
-    return (static_cast<unsigned>(params.seqlen_q) + Config::kBlockM - 1) / Config::kBlockM;
-  }
-  __device__ static unsigned num_tiles(const BackwardParams& params) {  // of one batch element
-    return num_m_blocks(params) * static_cast<unsigned>(params.num_heads);
-  }
 };
 
 // ---- The producer: a warp for q and k, one for dout and v ----
@@ -190,9 +141,7 @@ __device__ __forceinline__ void load_for_dq(const BackwardDqArguments& arguments
               work.mask.q_length,
               work.seqlen_q,
               ptx::kEvictFirst,
-              tail,
-              /*tail_parity=*/0,
-              first_column<Config>()};
+              tail};
   rows.template load<Config::kBlockM>(kIsKeys ? shared.sQ(0) : shared.sDout(0),
                                       kIsKeys ? shared.q_full() : shared.dout_full(), work.head,
                                       work.m_start);
@@ -203,8 +152,7 @@ __device__ __forceinline__ void load_for_dq(const BackwardDqArguments& arguments
               work.seqlen_kv,
               ptx::kEvictLast,
               tail,
-              rows.tail_parity,
-              first_column<Config>()};
+              rows.tail_parity};
   auto ring = kIsKeys ? shared.k_ring() : shared.v_ring();
   auto tile = [&](int stage) { return kIsKeys ? shared.sK(stage) : shared.sV(stage); };
   keys.template load<kBlockN>(tile(0), ring.full(), work.kv_head, work.keys.start(work.keys.count - 1));
@@ -244,7 +192,6 @@ struct BackwardDqConsumer {
   float dq[1][kHeadDim / 8][4];
   float lse_log2[2], delta[2];
   std::conditional_t<Config::kPlanes, LogitScale, const LogitScale&> logit;
-  typename Config::OtherHalf other_half = shared.other_half(uniform(threadIdx.x / 32) - 4);
   // Of the rows, where they are of planes: what ds and dq are multiplied by.
   float ds_factor[2], dq_factor[2];
 
@@ -295,13 +242,12 @@ struct BackwardDqConsumer {
     const auto k = k_ring.uniform(), v = shared.v_ring().at(k);
     Scores scores, ds;
     k.wait_full();
-    issue_scores<Arithmetic, kHeadDim>(scores, descriptor_address<Config>(uniform(shared.sQ(64 * consumer))),
-                                       Config::kQChunkBytes, descriptor_address<Config>(shared.sK(k.stage)),
-                                       Config::kKvChunkBytes);
+    issue_scores<Arithmetic, kHeadDim>(scores, uniform(shared.sQ(64 * consumer)), Config::kQChunkBytes,
+                                       shared.sK(k.stage), Config::kKvChunkBytes);
     v.wait_full();
-    issue_scores<Arithmetic, Config::kHeadDimV>(
-        ds, descriptor_address<Config>(uniform(shared.sDout(64 * consumer))), Config::kQChunkBytes,
-        descriptor_address<Config>(shared.sV(v.stage)), Config::kKvChunkBytes);
+    issue_scores<Arithmetic, Config::kHeadDimV>(ds, uniform(shared.sDout(64 * consumer)),
+                                                Config::kQChunkBytes, shared.sV(v.stage),
+                                                Config::kKvChunkBytes);
 
     // ---- p = exp(q k^T - lse), and for the soft cap p (1 - tanh^2) ----
     const int row0 = work.m_start + warp_row, column0 = work.keys.start(n);
@@ -315,7 +261,6 @@ struct BackwardDqConsumer {
     }
     ptx::wgmma_wait<1>();
     ptx::keep_in_place(scores[0]);
-    other_half.add_to(scores[0]);
     if constexpr (Config::kPolicy.others) transform_scores(scores, pairs, logit, row0, column0);
     for_each_accumulator(scores, [&](int, int h, int nt, int c) {
       float& x = scores[0][nt][2 * h + c];
@@ -333,7 +278,6 @@ struct BackwardDqConsumer {
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(ds[0]);
     v.release_by_warpgroup();
-    other_half.add_to(ds[0]);
     uint32_t operand[kBlockN / 16][4];
 #pragma unroll
     for (int nt = 0; nt < kBlockN / 8; ++nt) {
@@ -350,8 +294,7 @@ struct BackwardDqConsumer {
     }
 
     // ---- dq += ds k ----
-    issue_sum<Arithmetic, Config::kRowBytes>(dq, operand, descriptor_address<Config>(shared.sK(k.stage)),
-                                             Config::kKvChunkBytes);
+    issue_sum<Arithmetic, Config::kRowBytes>(dq, operand, shared.sK(k.stage), Config::kKvChunkBytes);
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(dq[0]);
     k.release_by_warpgroup();
@@ -384,7 +327,7 @@ struct BackwardDqConsumer {
     }
     store_rows<Arithmetic, Config::kRowBytes>(dq, factor, shared.sQ(warp_row), Config::kQChunkBytes);
     const OutputRows to{arguments.dq_map, arguments.params.head_dim, work.head, row0, work.seqlen_q,
-                        work.batch,       first_column<Config>()};
+                        work.batch};
     send_rows<Config::kChunks, Config::kRowColumns>(to, shared.sQ(warp_row), Config::kQChunkBytes);
   }
 };
@@ -402,12 +345,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::barrier_init(shared.dout_full(), 1);
     ptx::barrier_init(shared.tail(0), 1);
     ptx::barrier_init(shared.tail(1), 1);
-    for (int warp = 0; warp < 4 * Config::kConsumers; ++warp) shared.other_half(warp).init();
     ptx::barrier_init_fence();
   }
   const BackwardDqWork<Config> work(arguments.params, first_item<Config>());
   __syncthreads();
-  wait_for_other_half<Config>();
 
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
@@ -421,7 +362,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else {
     ptx::acquire_registers<Config::kConsumerRegisters>();
     BackwardDqConsumer<Config>(arguments, shared, work, warpgroup - 1).run();
-    wait_for_other_half<Config>();
   }
 }
 
@@ -443,9 +383,18 @@ Status launch_backward_dq(const BackwardParams& params, const LaunchContext& con
   if (const Status status = launch_lists(params, Config::Keys::shape(), context); status.failed()) {
     return status;
   }
-  return launch_tiles<Config>(backward_dq_kernel<Config>, ceil_div(T, Config::kBlockM) * N * B, context,
-                              arguments);
+  const int64_t tiles = ceil_div(T, Config::kBlockM) * N * B;
+  if constexpr (Config::kIsCluster) {
+    return launch_tiles<Config>(wide_backward_dq_kernel<Config>, tiles, context, arguments);
+  } else {
+    return launch_tiles<Config>(backward_dq_kernel<Config>, tiles, context, arguments);
+  }
 }
+
+template <class Arithmetic, int kHeadDim, PairPolicy kPolicy>
+using BackwardDqConfigOf =
+    std::conditional_t<has_halves(kHeadDim), WideBackwardDqConfig<Arithmetic, kHeadDim, kPolicy>,
+                       BackwardDqConfig<Arithmetic, kHeadDim, kPolicy>>;
 
 template <class Arithmetic, int kHeadDim>
 Status backward_dq_by_warpgroups(const BackwardParams& params, const LaunchContext& context) {
@@ -457,8 +406,9 @@ Status backward_dq_by_warpgroups(const BackwardParams& params, const LaunchConte
     return Status::not_served();
   if (!kIs16Bit<Arithmetic> && !params.planes) return Status::not_served();
   return is_general(params)
-             ? launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, kAnyPairsUnstaged>>(params, context)
-             : launch_backward_dq<BackwardDqConfig<Arithmetic, kHeadDim, kNoPairs>>(params, context);
+             ? launch_backward_dq<BackwardDqConfigOf<Arithmetic, kHeadDim, kAnyPairsUnstaged>>(params,
+                                                                                               context)
+             : launch_backward_dq<BackwardDqConfigOf<Arithmetic, kHeadDim, kNoPairs>>(params, context);
 }
 
 template <class Arithmetic, int kHeadDim>
