@@ -105,14 +105,15 @@ Status launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, 
   return launch_with(&may_start_early, kernel, blocks, threads, shared_bytes, context, parameters...);
 }
 
-// Like launch, with clusters of two blocks, `pairs` of them. Compute capability 9.0.
+// Like launch, with clusters of so many blocks. More than one take compute capability 9.0.
 template <class... Parameters>
-Status launch_pairs(void (*kernel)(Parameters...), int64_t pairs, int threads, int shared_bytes,
-                    const LaunchContext& context, const Parameters&... parameters) {
-  cudaLaunchAttribute in_pairs = {};
-  in_pairs.id = cudaLaunchAttributeClusterDimension;
-  in_pairs.val.clusterDim = {2, 1, 1};
-  return launch_with(&in_pairs, kernel, 2 * pairs, threads, shared_bytes, context, parameters...);
+Status launch_clusters(void (*kernel)(Parameters...), int64_t clusters, int cluster_blocks, int threads,
+                       int shared_bytes, const LaunchContext& context, const Parameters&... parameters) {
+  cudaLaunchAttribute in_clusters = {};
+  in_clusters.id = cudaLaunchAttributeClusterDimension;
+  in_clusters.val.clusterDim = {static_cast<unsigned>(cluster_blocks), 1, 1};
+  return launch_with(cluster_blocks > 1 ? &in_clusters : nullptr, kernel, cluster_blocks * clusters, threads,
+                     shared_bytes, context, parameters...);
 }
 
 // Of the shared memory of a multiprocessor, the system takes so much for each thread block.

@@ -1,4 +1,4 @@
-// Clusters of two thread blocks, which run side by side and write to each other's shared memory. Compute
+// Clusters of thread blocks, which run side by side and write to each other's shared memory. Compute
 // capability 9.0.
 #pragma once
 
@@ -6,14 +6,14 @@
 
 namespace jax_flash::cuda::ptx {
 
-// Which of the two this block is.
+// Which of the cluster's this block is.
 __device__ __forceinline__ int cluster_rank() {
   int rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
-// Waits for all threads of both blocks that have not ended. By whole warps.
+// Waits for all threads of the cluster that have not ended. By whole warps.
 __device__ __forceinline__ void cluster_wait() {
   asm volatile(
       "barrier.cluster.arrive.release.aligned;\n"
@@ -21,7 +21,7 @@ __device__ __forceinline__ void cluster_wait() {
           : "memory");
 }
 
-// The address, in the cluster, of what lies at `shared` in the other block.
+// The address, in the cluster, of what lies at `shared` in the other block of a cluster of two.
 __device__ __forceinline__ uint32_t peer_address(uint32_t shared) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(cluster_rank() ^ 1));

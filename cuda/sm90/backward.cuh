@@ -110,6 +110,7 @@
 #include "ptx/wgmma.h"
 #include "sm80/backward.cuh"
 #include "sm90/backward_tiles.cuh"
+#include "sm90/cluster.cuh"
 #include "sm90/fine_backward.cuh"
 #include "sm90/fragments.cuh"
 #include "sm90/head_halves.cuh"
@@ -136,7 +137,7 @@ struct BackwardConfig {
   static constexpr bool kPlanes = !kIs16Bit<Arithmetic_>;
   using Arithmetic = std::conditional_t<kPlanes, float16, Arithmetic_>;  // of the products
   using Element = typename Arithmetic::Element;
-  static constexpr bool kIsCluster = false;
+  static constexpr int kClusterBlocks = 1;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr PairPolicy kPolicy = kPolicy_;  // the pair options that the kernel handles
   static constexpr bool kWithDq = kWithDq_;        // or dk and dv only
@@ -1145,7 +1146,7 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
   int32_t* const in_turns = Config::kWithDq ? turns(params) : nullptr;
   BackwardArguments arguments{
       .params = params,
-      .schedule{params, Config::kBlockN, context.multiprocessors / (Config::kIsCluster ? 2 : 1),
+      .schedule{params, Config::kBlockN, context.multiprocessors / Config::kClusterBlocks,
                 in_turns != nullptr},
       .dq_accum = dq_sums(params),
       .dk_parts = dk_parts(params),
@@ -1173,7 +1174,7 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
   if (const Status status = launch_lists(params, Config::Queries::shape(), context); status.failed()) {
     return status;
   }
-  if constexpr (Config::kIsCluster) {
+  if constexpr (Config::kClusterBlocks > 1) {
     // Each block would draw an item of its own.
     arguments.schedule.counter = nullptr;
     return launch_tiles<Config>(wide_backward_kernel<Config>, arguments.schedule.num_items, context,

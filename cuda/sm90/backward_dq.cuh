@@ -60,6 +60,7 @@
 #include "ptx/wgmma.h"
 #include "sm80/backward_dq.cuh"
 #include "sm90/backward_dq_tiles.cuh"
+#include "sm90/cluster.cuh"
 #include "sm90/head_halves.cuh"
 #include "sm90/output.cuh"
 #include "sm90/product.cuh"
@@ -83,7 +84,7 @@ struct BackwardDqConfig {
   static constexpr bool kPlanes = !kIs16Bit<Arithmetic_>;
   using Arithmetic = std::conditional_t<kPlanes, float16, Arithmetic_>;  // of the products
   using Element = typename Arithmetic::Element;
-  static constexpr bool kIsCluster = false;
+  static constexpr int kClusterBlocks = 1;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = backward_head_dim_v(kHeadDim);
   static constexpr PairPolicy kPolicy = kPolicy_;  // the pair options that the kernel handles
   static constexpr BackwardDqTile kTile = backward_dq_tile(kHeadDim, kPolicy.is_general());
@@ -384,7 +385,7 @@ Status launch_backward_dq(const BackwardParams& params, const LaunchContext& con
     return status;
   }
   const int64_t tiles = ceil_div(T, Config::kBlockM) * N * B;
-  if constexpr (Config::kIsCluster) {
+  if constexpr (Config::kClusterBlocks > 1) {
     return launch_tiles<Config>(wide_backward_dq_kernel<Config>, tiles, context, arguments);
   } else {
     return launch_tiles<Config>(backward_dq_kernel<Config>, tiles, context, arguments);

@@ -11,6 +11,7 @@
 #include "mask.cuh"
 #include "pairs.cuh"
 #include "params.h"
+#include "sm90/cluster.cuh"
 #include "sm90/fragments.cuh"
 #include "sm90/head_halves.cuh"
 #include "sm90/item_ring.cuh"

@@ -88,6 +88,7 @@
 #include "ptx/memory.h"
 #include "ptx/tensor_copy.h"
 #include "ptx/wgmma.h"
+#include "sm90/cluster.cuh"
 #include "sm90/head_halves.cuh"
 #include "sm90/output.cuh"
 #include "sm90/product.cuh"
@@ -125,7 +126,8 @@ struct ForwardConfig {
   using Arithmetic = std::conditional_t<kPlanes, float16, Arithmetic_>;  // of the products
   static constexpr int kNumPlanes = std::is_same_v<Arithmetic_, tf32x3> ? 2 : 1;
   using Element = typename Arithmetic::Element;
-  static constexpr bool kIsCluster = has_halves(kHeadDim_);  // does a block have half of the columns?
+  static constexpr bool kHasHalves = has_halves(kHeadDim_);  // does a block have half of the columns?
+  static constexpr int kClusterBlocks = kHasHalves ? 2 : 1;
   static constexpr int kHeadDim = block_columns(kHeadDim_);  // the columns of a block
   static constexpr ForwardTile kTile = kTile_;
   static constexpr PairPolicy kPolicy = kPolicy_;  // the pair options that the kernel handles
@@ -167,11 +169,11 @@ struct ForwardConfig {
   static constexpr int kOutColumns = kBufferColumns > 0 ? std::min(kBufferColumns, kHeadDim) : kHeadDim;
   static constexpr int kBias = kOut + kQChunkBytes * ceil_div(kBufferColumns, kRowColumns);
   using WarpBias = BiasBuffer</*kTransposed=*/false, kBlockN>;
-  using OtherHalf = sm90::OtherHalf<kBlockN / 8, kIsCluster ? 1 : 0>;
+  using OtherHalf = sm90::OtherHalf<kBlockN / 8, kHasHalves ? 1 : 0>;
   static constexpr int kOtherScores =
       kBias + (kPolicy.may_stage_bias() ? 4 * kConsumers * WarpBias::kBytes : 0);
   static constexpr int kTiles = kOtherScores + 4 * kConsumers * OtherHalf::kBytes;
-  static_assert(kHeadDim % kOutColumns == 0 && (!kIsCluster || kHeadDim % kRowColumns == 0));
+  static_assert(kHeadDim % kOutColumns == 0 && (!kHasHalves || kHeadDim % kRowColumns == 0));
   static constexpr int kTileStages = 2;
   static constexpr int kBarriers = kTiles + kTileStages * int{sizeof(Tile)};
   static constexpr int kOwnBarriers = 2 * (kQStages * kConsumers + 2 * kStages + kTileStages) + 2;
@@ -1052,7 +1054,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::barrier_init_fence();
   }
   __syncthreads();
-  wait_for_other_half<Config>();
+  wait_for_cluster<Config>();
   if constexpr (Config::kPlanes) {
     ptx::wait_for_grid_before();  // for planes
     ptx::let_next_grid_start();   // blocks of the portable kernel, most of which end at once
@@ -1084,7 +1086,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else {
       ForwardConsumer<Config, Config::kPolicy>(arguments, shared, consumer).run();
     }
-    wait_for_other_half<Config>();
+    wait_for_cluster<Config>();
   }
 }
 
@@ -1117,7 +1119,7 @@ Status launch_forward(const ForwardParams& params, const LaunchContext& context)
     return Status::not_served();
   }
   // Each block would draw a tile of its own.
-  if constexpr (Config::kIsCluster) arguments.schedule.counter = nullptr;
+  if constexpr (Config::kHasHalves) arguments.schedule.counter = nullptr;
   const int64_t B = params.batch, T = params.seqlen_q;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
   const auto [outer, rows] = KeyAxes(params);

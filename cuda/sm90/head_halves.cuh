@@ -32,20 +32,7 @@ constexpr int block_columns(int head_dim) { return has_halves(head_dim) ? head_d
 // Which of a tensor's columns is this block's first.
 template <class Config>
 __device__ __forceinline__ int first_column() {
-  return Config::kIsCluster ? Config::kHeadDim * ptx::cluster_rank() : 0;
-}
-
-// The number of the first tile of this block, or of its cluster.
-template <class Config>
-__device__ __forceinline__ unsigned first_item() {
-  return Config::kIsCluster ? blockIdx.x / 2 : blockIdx.x;
-}
-
-// A tile's address as descriptors of products have it. In a cluster, bits above these say which block's it
-// is.
-template <class Config>
-__device__ __forceinline__ uint32_t descriptor_address(uint32_t address) {
-  return Config::kIsCluster ? address & ((1 << 18) - 1) : address;
+  return Config::kHasHalves ? Config::kHeadDim * ptx::cluster_rank() : 0;
 }
 
 // Wide heads without a single pair of a query and a key: no portable kernel serves these.
@@ -64,22 +51,6 @@ inline Status clear_gradients(const BackwardParams& params, const LaunchContext&
   if (error == cudaSuccess) error = clear(params.dk, 2 * keys * params.head_dim);
   if (error == cudaSuccess) error = clear(params.dv, 2 * keys * params.head_dim_v);
   return error;
-}
-
-// Before the other half is sent anything, and before this one's shared memory is given up.
-template <class Config>
-__device__ __forceinline__ void wait_for_other_half() {
-  if constexpr (Config::kIsCluster) {
-    __syncwarp();
-    ptx::cluster_wait();
-  }
-}
-
-template <class Config, class... Parameters>
-Status launch_tiles(void (*kernel)(Parameters...), int64_t tiles, const LaunchContext& context,
-                    const Parameters&... parameters) {
-  constexpr auto kLaunch = Config::kIsCluster ? launch_pairs<Parameters...> : launch<Parameters...>;
-  return kLaunch(kernel, tiles, Config::kThreads, Config::kSharedBytes, context, parameters...);
 }
 
 // A warp's way to the scores [16, 8 * kTiles] of the other half, with room for kBuffers of its parts; 0:

@@ -44,6 +44,7 @@
 
 #include <cuda.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
@@ -58,7 +59,7 @@
 #include "ptx/memory.h"
 #include "ptx/wgmma.h"
 #include "sm90/backward_dq_tiles.cuh"
-#include "sm90/head_halves.cuh"
+#include "sm90/cluster.cuh"
 #include "sm90/output.cuh"
 #include "sm90/product.cuh"
 #include "sm90/ring.cuh"
@@ -74,7 +75,7 @@ struct WideBackwardDqConfig {
   using Arithmetic = Arithmetic_;
   using Element = typename Arithmetic::Element;
   static constexpr bool kPlanes = false;
-  static constexpr bool kIsCluster = true;
+  static constexpr int kClusterBlocks = 2;
   static constexpr int kHeadDim = kHeadDim_, kColumns = kHeadDim / 2;  // of dq in a block
   static constexpr PairPolicy kPolicy = kPolicy_;  // the pair options that the kernel handles
   static constexpr int kConsumers = 2, kConsumerWarps = 4 * kConsumers, kThreads = 128 * (1 + kConsumers);
@@ -84,21 +85,26 @@ struct WideBackwardDqConfig {
   using Keys = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/true, kBlockM, kBlockN>;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
-  // Shared memory: q or dout [kBlockM, kHeadDim], upper columns of keys [kBlockN, kColumns], lower ones or
-  // values [kLowerStages, kBlockN, kColumns], what comes from the other block, barriers. A tile is chunks of
-  // kRowColumns columns, swizzled.
+  // Shared memory: q or dout [kBlockM, kHeadDim], upper columns of keys [kBlockN, kColumns]; in the scores
+  // block lower ones [kLowerStages, kBlockN, kColumns], in the values block quarters of values
+  // [kQuarterStages, kBlockN, kQuarterColumns]; what comes from the other block; barriers. A tile is chunks
+  // of kRowColumns columns, swizzled.
   static constexpr int kRowColumns = kChunkColumns, kRowBytes = kChunkRowBytes;
   static constexpr int kChunks = kHeadDim / kRowColumns, kHalfChunks = kChunks / 2;
   static constexpr int kQChunkBytes = kBlockM * kRowBytes, kKvChunkBytes = kBlockN * kRowBytes;
   static constexpr int kHalfBytes = kHalfChunks * kKvChunkBytes;
-  static constexpr int kLowerStages = 2;
+  static constexpr int kQuarters = 4, kQuarterColumns = kHeadDim / kQuarters;
+  static constexpr int kQuarterChunks = kChunks / kQuarters, kQuarterBytes = kQuarterChunks * kKvChunkBytes;
+  static constexpr int kLowerStages = 2, kQuarterStages = 5;
+  static constexpr int kPieceBytes = 32 * 16;  // of a message: 16 for each lane
+  static constexpr int kDpBytes = kBlockN / 8 * kPieceBytes, kDsBytes = kDpBytes / 2;  // of a warp
   static constexpr int kUpper = kChunks * kQChunkBytes, kLower = kUpper + kHalfBytes;
-  static constexpr int kMessages = kLower + kLowerStages * kHalfBytes;
-  static constexpr int kPieceBytes = 32 * 16, kMessageBytes = kBlockN / 8 * kPieceBytes;  // of a warp's dp
-  static constexpr int kBarriers = kMessages + kConsumerWarps * kMessageBytes;
-  static constexpr int kOwnBarriers = 1 + 2 * (1 + kLowerStages) + 2;
+  static constexpr int kDp = kLower + kLowerStages * kHalfBytes,
+                       kDs = kLower + kQuarterStages * kQuarterBytes;
+  static constexpr int kBarriers = std::max(kDp + kConsumerWarps * kDpBytes, kDs + kConsumerWarps * kDsBytes);
+  static constexpr int kOwnBarriers = 1 + 2 * (1 + kLowerStages + kQuarterStages) + 2;
   static constexpr int kSharedBytes = kBarriers + 8 * (kOwnBarriers + 2 * kConsumerWarps);
-  static_assert(kChunks % 2 == 0 && kColumns <= 256);
+  static_assert(kChunks % kQuarters == 0 && kColumns <= 256);
   static_assert(kKvChunkBytes % 1024 == 0, "wgmma wants tiles aligned to 1024 bytes");
   static_assert(kSharedBytes <= 227 * 1024);
 };
@@ -111,17 +117,23 @@ struct WideBackwardDqShared {
   __device__ uint32_t rows(int row) const { return base + row * Config::kRowBytes; }
   __device__ uint32_t upper() const { return base + Config::kUpper; }
   __device__ uint32_t lower(int stage) const { return base + Config::kLower + stage * Config::kHalfBytes; }
+  __device__ uint32_t quarter(int stage) const {
+    return base + Config::kLower + stage * Config::kQuarterBytes;
+  }
   // What comes from the other block for a consumer's warp: dp [16, kBlockN] in float32, or ds in 16 bits, in
   // pieces of 16 bytes for each lane.
-  __device__ uint32_t message(int warp) const {
-    return base + Config::kMessages + warp * Config::kMessageBytes;
-  }
+  __device__ uint32_t dp(int warp) const { return base + Config::kDp + warp * Config::kDpBytes; }
+  __device__ uint32_t ds(int warp) const { return base + Config::kDs + warp * Config::kDsBytes; }
 
   using UpperRing = Ring<1>;
   using LowerRing = Ring<Config::kLowerStages>;
+  using QuarterRing = Ring<Config::kQuarterStages>;
   __device__ uint32_t rows_full() const { return barrier(0); }
   __device__ UpperRing upper_ring() const { return {barrier(1)}; }
   __device__ LowerRing lower_ring() const { return {barrier(1 + UpperRing::kNumBarriers)}; }
+  __device__ QuarterRing quarter_ring() const {
+    return {barrier(1 + UpperRing::kNumBarriers + LowerRing::kNumBarriers)};
+  }
   __device__ uint32_t tail(int warp) const { return barrier(Config::kOwnBarriers - 2 + warp); }
   __device__ uint32_t came(int warp) const { return barrier(Config::kOwnBarriers + warp); }
   __device__ uint32_t free(int warp) const { return came(Config::kConsumerWarps + warp); }
@@ -131,6 +143,7 @@ struct WideBackwardDqShared {
     ptx::barrier_init(rows_full(), 1);
     upper_ring().init(1, Config::kConsumers);
     lower_ring().init(1, Config::kConsumers);
+    quarter_ring().init(1, Config::kConsumers);
     for (int warp = 0; warp < 2; ++warp) ptx::barrier_init(tail(warp), 1);
     for (int i = 0; i < 2 * Config::kConsumerWarps; ++i) ptx::barrier_init(came(i), 1);
     ptx::barrier_init_fence();
@@ -171,29 +184,40 @@ struct WideBackwardDqLoader {
   }
 
   __device__ __forceinline__ void load_lower() {
-    HalfLoader rows = half_loader(is_values ? arguments.v_map : arguments.k_map, shared.tail(1));
+    HalfLoader keys = half_loader(arguments.k_map, shared.tail(1));
     auto ring = shared.lower_ring();
 #pragma unroll 1
     for (int n = work.keys.count - 1; n >= 0; --n) {
+      load(keys, shared.lower(ring.stage), ring, n);
+      ring.advance();
+    }
+  }
+
+  __device__ __forceinline__ void load_values() {
+    TileLoader<Config::kQuarterChunks> values{arguments.v_map, work.batch,      work.mask.kv_length,
+                                              work.seqlen_kv,  ptx::kEvictLast, shared.tail(1)};
+    auto ring = shared.quarter_ring();
 #pragma unroll 1
-      for (int half = 0; half < (is_values ? 2 : 1); ++half) {
-        rows.first_column = half * Config::kColumns;
-        load(rows, shared.lower(ring.stage), ring, n);
+    for (int n = work.keys.count - 1; n >= 0; --n) {
+#pragma unroll 1
+      for (int quarter = 0; quarter < Config::kQuarters; ++quarter) {
+        values.first_column = quarter * Config::kQuarterColumns;
+        load(values, shared.quarter(ring.stage), ring, n);
         ring.advance();
       }
     }
   }
 
  private:
-  __device__ __forceinline__ HalfLoader half_loader(const CUtensorMap& map, uint32_t tail) const {
-    return {map, work.batch, work.mask.kv_length, work.seqlen_kv, ptx::kEvictLast, tail};
-  }
-
-  template <class Ring>
-  __device__ __forceinline__ void load(HalfLoader& loader, uint32_t tile, const Ring& ring, int n) const {
+  template <class Loader, class Ring>
+  __device__ __forceinline__ void load(Loader& loader, uint32_t tile, const Ring& ring, int n) const {
     ring.wait_empty();
     __syncwarp();
     loader.template load<Config::kBlockN>(tile, ring.full(), work.kv_head, work.keys.start(n));
+  }
+
+  __device__ __forceinline__ HalfLoader half_loader(const CUtensorMap& map, uint32_t tail) const {
+    return {map, work.batch, work.mask.kv_length, work.seqlen_kv, ptx::kEvictLast, tail};
   }
 };
 
@@ -217,8 +241,9 @@ struct WideBackwardDqConsumer {
   int consumer;
   int warp = uniform(threadIdx.x / 32) - 4;  // of both consumers
   typename Shared::UpperRing upper_ring = shared.upper_ring();
-  typename Shared::LowerRing lower_ring = shared.lower_ring();
-  uint32_t came_parity = 0, sent_parity = 0;  // of messages
+  typename Shared::LowerRing lower_ring = shared.lower_ring();        // of the scores block
+  typename Shared::QuarterRing quarter_ring = shared.quarter_ring();  // of the values block
+  uint32_t came_parity = 0, sent_parity = 0;                          // of messages
   float dq[1][Config::kColumns / 8][4];
   float lse_log2[2], delta[2];
 
@@ -252,8 +277,12 @@ struct WideBackwardDqConsumer {
 
   // ---- Messages ----
 
+  // This lane's pieces of what comes, and of what leaves.
   __device__ __forceinline__ uint32_t piece(int i) const {
-    return shared.message(warp) + i * Config::kPieceBytes + 16 * lane_id();
+    return (kIsValues ? shared.ds(warp) : shared.dp(warp)) + i * Config::kPieceBytes + 16 * lane_id();
+  }
+  __device__ __forceinline__ uint32_t sent_piece() const {
+    return ptx::peer_address((kIsValues ? shared.dp(warp) : shared.ds(warp)) + 16 * lane_id());
   }
   __device__ __forceinline__ void expect(int pieces) const {
     if (lane_id() == 0) ptx::barrier_arrive_expect(shared.came(warp), pieces * Config::kPieceBytes);
@@ -271,19 +300,19 @@ struct WideBackwardDqConsumer {
   __device__ __forceinline__ void send(const Piece (&pieces)[kPieces][4]) {
     ptx::barrier_wait(shared.free(warp), sent_parity ^ 1);
     sent_parity ^= 1;
-    const uint32_t to = ptx::peer_address(piece(0)), came = ptx::peer_address(shared.came(warp));
+    const uint32_t to = sent_piece(), came = ptx::peer_address(shared.came(warp));
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) ptx::store_to_peer(to + i * Config::kPieceBytes, pieces[i], came);
   }
 
   // ---- Products ----
 
-  // Half of the sum over columns of this consumer's rows times those of a tile.
-  template <bool kIsUpper, bool kAccumulate>
-  __device__ __forceinline__ void issue_half(Scores& scores, uint32_t tile) const {
-    const uint32_t rows =
-        shared.rows(64 * consumer) + (kIsUpper ? Config::kHalfChunks * Config::kQChunkBytes : 0);
-    issue_scores<Arithmetic, Config::kColumns, kAccumulate>(
+  // A part of the sum over columns, kColumns of them from chunk `chunk` on, of this consumer's rows times
+  // those of a tile.
+  template <int kColumns, bool kAccumulate>
+  __device__ __forceinline__ void issue_part(Scores& scores, int chunk, uint32_t tile) const {
+    const uint32_t rows = shared.rows(64 * consumer) + chunk * Config::kQChunkBytes;
+    issue_scores<Arithmetic, kColumns, kAccumulate>(
         scores, uniform(descriptor_address<Config>(rows)), Config::kQChunkBytes,
         uniform(descriptor_address<Config>(tile)), Config::kKvChunkBytes);
   }
@@ -299,9 +328,9 @@ struct WideBackwardDqConsumer {
   __device__ __forceinline__ void issue_scores_of_block(Scores& scores,
                                                         const typename Shared::LowerRing& lower) {
     upper_ring.wait_full();
-    issue_half</*kIsUpper=*/true, /*kAccumulate=*/false>(scores, shared.upper());
+    issue_part<Config::kColumns, /*kAccumulate=*/false>(scores, Config::kHalfChunks, shared.upper());
     lower.wait_full();
-    issue_half</*kIsUpper=*/false, /*kAccumulate=*/true>(scores, shared.lower(lower.stage));
+    issue_part<Config::kColumns, /*kAccumulate=*/true>(scores, 0, shared.lower(lower.stage));
   }
 
   __device__ __forceinline__ void multiply_scores() {
@@ -379,22 +408,30 @@ struct WideBackwardDqConsumer {
 
   // ---- The values block ----
 
+  // By quarters, whose places become free one after the other; the last one's with send_dp.
   __device__ __forceinline__ void issue_dp(Scores& dp) {
-    auto ring = lower_ring;
-    ring.wait_full();
-    issue_half</*kIsUpper=*/false, /*kAccumulate=*/false>(dp, shared.lower(ring.stage));
-    ring.advance();
-    ring.wait_full();
-    issue_half</*kIsUpper=*/true, /*kAccumulate=*/true>(dp, shared.lower(ring.stage));
+    issue_quarter</*kAccumulate=*/false>(dp, 0);
+#pragma unroll
+    for (int quarter = 1; quarter < Config::kQuarters; ++quarter) {
+      const auto before = quarter_ring;
+      quarter_ring.advance();
+      issue_quarter</*kAccumulate=*/true>(dp, quarter);
+      ptx::wgmma_wait<1>();
+      before.release_by_warpgroup();
+    }
   }
+  template <bool kAccumulate>
+  __device__ __forceinline__ void issue_quarter(Scores& dp, int quarter) const {
+    quarter_ring.wait_full();
+    issue_part<Config::kQuarterColumns, kAccumulate>(dp, quarter * Config::kQuarterChunks,
+                                                     shared.quarter(quarter_ring.stage));
+  }
+
   // Once its products are done.
   __device__ __forceinline__ void send_dp(Scores& dp) {
     ptx::keep_in_place(dp[0]);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      lower_ring.release_by_warpgroup();
-      lower_ring.advance();
-    }
+    quarter_ring.release_by_warpgroup();
+    quarter_ring.advance();
     send(dp[0]);
   }
 
@@ -470,7 +507,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (threadIdx.x == 0) shared.init();
   const BackwardDqWork<Config> work(arguments.params, first_item<Config>());
   __syncthreads();
-  wait_for_other_half<Config>();
+  wait_for_cluster<Config>();
 
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
@@ -480,7 +517,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (warp == 0) {
       loader.load_rows_and_upper();
     } else if (warp == 1) {
-      loader.load_lower();
+      is_values ? loader.load_values() : loader.load_lower();
     }
   } else {
     ptx::acquire_registers<Config::kConsumerRegisters>();
@@ -490,7 +527,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else {
       WideBackwardDqConsumer<Config, WideDqRole::kScores>(arguments, shared, work, consumer).run();
     }
-    wait_for_other_half<Config>();
+    wait_for_cluster<Config>();
   }
 }
 
