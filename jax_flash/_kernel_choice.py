@@ -218,7 +218,8 @@ def num_head_parts(q, k, v, is_causal: bool) -> int:
     if not head_dim or not all(isinstance(size, int) for size in (B, T, N, S, K)) or N in (0, K):
         return 0
     group, blocks = N // K, -(-S // (128 if head_dim < 256 else 64))
-    at_a_tile = 2 if head_dim > 256 else 1  # thread blocks, each on a multiprocessor
+    is_wide = head_dim > 256
+    at_a_tile = 2 if is_wide else 1  # thread blocks, each on a multiprocessor
     multiprocessors = _HOPPER_MULTIPROCESSORS // at_a_tile
     is_triangle = is_causal and T == S
     items = B * K * ((blocks + 1) // 2 if is_triangle else blocks)  # causal tiles are taken in pairs
@@ -229,9 +230,12 @@ def num_head_parts(q, k, v, is_causal: bool) -> int:
         return items * parts / (rounds * multiprocessors) if rounds else 1
 
     def are_many(parts: int) -> bool:
-        """Whether long causal tiles are taken one by one, which is faster (`has_many` of BackwardSchedule)."""
+        """Whether long causal tiles are taken one by one, which is faster (`has_many` of BackwardSchedule).
+
+        In wide heads not by as much as the sums take.
+        """
         tiles = B * K * parts * blocks
-        return is_triangle and blocks >= 64 and tiles >= 6 * multiprocessors * group // parts
+        return is_triangle and not is_wide and blocks >= 64 and tiles >= 6 * multiprocessors * group // parts
 
     # A tile that goes through few queries would take longer to write than to compute.
     divisors = [x for x in range(1, group + 1) if group % x == 0 and (x == 1 or T * group // x >= 1024)]

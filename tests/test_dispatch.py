@@ -154,12 +154,14 @@ def test_room_for_sums_of_dq_of_short_sequences(lengths, head_dims, dtype, sums,
         ((0, 4096, 32, 128), (4096, 1), False, 0),
         ((1, 4096, 0, 128), (4096, 0), False, 0),
         ((1, 4096, 0, 128), (4096, 2), False, 0),
+        ((1, 4096, 8, 512), (4096, 1), True, 2),  # 32 pairs of tiles for 66 clusters
+        ((1, 8192, 8, 512), (8192, 4), True, 0),  # 256 pairs of tiles
     ],
 )
 def test_parts_of_the_query_heads(q, kv, is_causal, parts, monkeypatch):
     """With few key heads, tiles take parts of the query heads, so that all multiprocessors have some."""
     set_local_gpus(monkeypatch, "9.0")
-    kernels = [f"backward sm90 bfloat16 {size}" for size in (32, 64, 96, 128, 192, 256)]
+    kernels = [f"backward sm90 bfloat16 {size}" for size in (32, 64, 96, 128, 192, 256, 512)]
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
     head_dim_v = (*q, *kv[2:])[-1]  # q's, if there is no other
     shapes = q, (q[0], *kv[:2], q[3]), (q[0], *kv[:2], head_dim_v)

@@ -316,16 +316,18 @@ struct WideBackwardConsumer {
   __device__ __forceinline__ void run(const BackwardTileWork<Config>& work) {
     clear(sum);
     rows_ring.wait_full();
-    if (consumer < work.all_blocks) {
+    if (work.all_blocks > 0) {
       QueryBlockCursor<Config> own(work, arguments.params, arguments.part_heads);
-      own.advance(consumer);
-      if constexpr (kPolicy.others) {
-        run_in_order(work, own);
-      } else {
-        consumer == 0 ? run_first(work, own) : run_second(work, own);
+      if (consumer < work.all_blocks) own.advance(consumer);
+#pragma unroll 1
+      for (int i = 0; i < work.all_blocks; i += 2) {
+        if (i + consumer < work.all_blocks) {
+          if (i > 0) own.advance(2);
+          take_own(work, own);
+        }
+#pragma unroll 1
+        for (int stage = 0; stage < min(2, work.all_blocks - i); ++stage) add(stage);
       }
-    } else if (work.all_blocks > 0) {
-      add(0);
     }
     write_out(work);
     rows_ring.advance();
@@ -337,100 +339,22 @@ struct WideBackwardConsumer {
     return shared.message(consumer, warp) + i * Config::kPieceBytes + 16 * lane_id();
   }
 
-  // ---- The order of products ----
-
-  // One after the other, where p and ds take too many registers.
-  __device__ __forceinline__ void run_in_order(const BackwardTileWork<Config>& work,
-                                               QueryBlockCursor<Config>& own) {
-#pragma unroll 1
-    for (int i = 0; i < work.all_blocks; i += 2) {
-      if (i + consumer < work.all_blocks) {
-        if (i > 0) own.advance(2);
-        take_own(work, own);
-      }
-#pragma unroll 1
-      for (int stage = 0; stage < min(2, work.all_blocks - i); ++stage) add(stage);
-    }
-  }
-
-  // Those of one consumer are under way while the other computes p and ds. None is where a loop begins again:
-  // the compiler would have it end there.
-  __device__ __forceinline__ void run_first(const BackwardTileWork<Config>& work,
-                                            QueryBlockCursor<Config>& own) {
-    take_own(work, own);
-    add(0);
-#pragma unroll 1
-    for (int i = 2; i < work.all_blocks; i += 2) {
-      own.advance(2);
-      Scores scores;
-      Operand operand;
-      expect_message();
-      issue_add(1, operand);
-      issue_scores(scores);
-      ptx::wgmma_wait<Config::kParts>();
-      finish_add(1, operand);
-      ptx::wgmma_wait<0>();
-      use(work, own, scores, [] {});
-      add(0);
-    }
-    if (work.all_blocks % 2 == 0) add(1);
-  }
-
-  __device__ __forceinline__ void run_second(const BackwardTileWork<Config>& work,
-                                             QueryBlockCursor<Config>& own) {
-#pragma unroll 1
-    for (int i = 1;;) {
-      if constexpr (kIsValues) {
-        take_own(work, own);  // dp is waited for: it leaves before anything else
-        add(0);
-      } else {
-        Scores scores;
-        Operand operand;
-        expect_message();
-        issue_scores(scores);
-        issue_add(0, operand);
-        ptx::wgmma_wait<1>();
-        use(work, own, scores, [&] {
-          ptx::wgmma_wait<0>();
-          finish_add(0, operand);
-        });
-      }
-      add(1);
-      i += 2;
-      if (i >= work.all_blocks) break;
-      own.advance(2);
-    }
-    if (work.all_blocks % 2 == 1) add(0);
-  }
-
   // ---- A block of queries of this consumer ----
-
-  __device__ __forceinline__ void expect_message() const {
-    constexpr int kPieces = kIsValues ? kSteps : kTiles;
-    if (lane_id() == 0) {
-      ptx::barrier_arrive_expect(shared.came(consumer, warp), kPieces * Config::kPieceBytes);
-    }
-  }
 
   __device__ __forceinline__ void take_own(const BackwardTileWork<Config>& work,
                                            const QueryBlockCursor<Config>& block) {
+    constexpr int kComing = kIsValues ? kSteps : kTiles;  // pieces
+    if (lane_id() == 0) {
+      ptx::barrier_arrive_expect(shared.came(consumer, warp), kComing * Config::kPieceBytes);
+    }
     Scores scores;
-    expect_message();
     issue_scores(scores);
-    ptx::wgmma_wait<0>();
-    use(work, block, scores, [] {});
-  }
-
-  // Once scores are done. Calls `between` after p has left, before ds is computed.
-  template <class Between>
-  __device__ __forceinline__ void use(const BackwardTileWork<Config>& work,
-                                      const QueryBlockCursor<Config>& block, Scores& scores,
-                                      const Between& between) {
-    ptx::keep_in_place(scores[0]);
     if constexpr (kIsValues) {
+      ptx::wgmma_wait<0>();
+      ptx::keep_in_place(scores[0]);
       send(scores[0]);
     } else {
-      weigh(work, block, scores, between);
+      weigh(work, block, scores);
     }
   }
 
@@ -461,10 +385,8 @@ struct WideBackwardConsumer {
 
   // p = exp(s - lse), which leaves, and ds = p * (dp - delta), which takes the place of dp; ds also gets the
   // soft cap's factor 1 - tanh^2.
-  template <class Between>
   __device__ __forceinline__ void weigh(const BackwardTileWork<Config>& work,
-                                        const QueryBlockCursor<Config>& block, Scores& scores,
-                                        const Between& between) {
+                                        const QueryBlockCursor<Config>& block, Scores& scores) {
     const LogitScale& logit = arguments.logit;
     const int m_start = block.start(), row0 = work.n_start + warp_row();
     const Pairs<true> pairs{arguments.params, arguments.pairs, work.batch, block.head};
@@ -478,6 +400,8 @@ struct WideBackwardConsumer {
       if (pairs.has_dropout()) draw_kept(kept, pairs, row0, m_start);
     }
     shared.x_ring(consumer, parities[consumer]).wait_full(shared.kStats);
+    ptx::wgmma_wait<0>();
+    ptx::keep_in_place(scores[0]);
     if constexpr (kPolicy.others) {
       transform_scores(scores[0], pairs, /*is_staged=*/false, logit, row0, m_start);
     }
@@ -494,10 +418,7 @@ struct WideBackwardConsumer {
       }
       make_operand<Arithmetic>(dp, nt, ds);
     };
-    const auto wait_for_dp = [&] {
-      between();
-      ptx::barrier_wait(shared.came(consumer, warp), parities[consumer]);
-    };
+    const auto wait_for_dp = [&] { ptx::barrier_wait(shared.came(consumer, warp), parities[consumer]); };
     if (kPolicy.others) wait_for_dp();  // no registers for all slopes
 #pragma unroll
     for (int nt = 0; nt < kTiles; ++nt) {
@@ -538,15 +459,9 @@ struct WideBackwardConsumer {
   // ---- dk += ds^T q or dv += p^T dout, this consumer's columns, for the block of queries in `stage` ----
 
   __device__ __forceinline__ void add(int stage) {
-    Operand operand;
-    issue_add(stage, operand);
-    ptx::wgmma_wait<0>();
-    finish_add(stage, operand);
-  }
-
-  __device__ __forceinline__ void issue_add(int stage, Operand& operand) {
     const uint32_t parity = parities[stage];
     ptx::barrier_wait(kIsValues ? shared.came(stage, warp) : shared.ds_ready(stage, warp), parity);
+    Operand operand;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       ptx::load_shared_x4(operand[step],
@@ -561,13 +476,10 @@ struct WideBackwardConsumer {
         shared.x(stage) + consumer * (Config::kChunks / Config::kConsumers) * Config::kChunkBytes;
     issue_sum<Arithmetic, Config::kRowBytes>(sum, operand, uniform(descriptor_address<Config>(columns)),
                                              Config::kChunkBytes);
-  }
-
-  // When the sum is done.
-  __device__ __forceinline__ void finish_add(int stage, Operand& operand) {
+    ptx::wgmma_wait<0>();
     ptx::keep_in_place(operand);
     ptx::keep_in_place(sum[0]);
-    shared.x_ring(stage, parities[stage]).release_by_warp();
+    ring.release_by_warp();
     parities.pass(stage);
   }
 
