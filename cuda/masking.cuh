@@ -2,7 +2,8 @@
 // probabilities and gradients with 0.
 //
 // fill_before, fill_behind and fill_hidden apply each row's interval of keys, of a Mask (mask.cuh) or a
-// GroupMask (group_rows.cuh); fill_unset applies a bit for each pair (pairs/bits.cuh).
+// GroupMask (group_rows.cuh), fill_unseen of a transposed tile; fill_unset applies a bit for each pair
+// (pairs/bits.cuh).
 #pragma once
 
 #include <type_traits>
@@ -49,8 +50,8 @@ __device__ __forceinline__ void fill_hidden(Number (&scores)[kMTiles][kNTiles][4
 
 // Of a transposed tile, [keys, queries], fills what 8 queries do not see: in tile `nt` of those from m_start
 // on, with a warp's keys from n_start on.
-template <class Mask>
-__device__ __forceinline__ void fill_unseen(float (&tile)[4], int nt, const Mask& mask, int n_start,
+template <class RowMask>
+__device__ __forceinline__ void fill_unseen(float (&tile)[4], int nt, const RowMask& mask, int n_start,
                                             int m_start, float value) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

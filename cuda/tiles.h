@@ -312,7 +312,7 @@ constexpr BackwardTile backward_tile(int head_dim, bool general) {
   if (head_dim <= 64) return general ? BackwardTile{64, 2, 2} : BackwardTile{128, 2, 2};  // 161, 226 KB
   if (head_dim <= 128) return {64, 2, 1};                                                 // 193, 209 KB
   if (head_dim <= 192) return {general ? 32 : 48, 2, 2};                                  // 201, 221 KB
-  return {64, 2, 1};  // 225 KB, above head dim 256 of half of the columns
+  return {64, 2, 1};  // 225 KB, above head dim 256 226 KB (wide_backward.cuh)
 }
 
 // For two planes of each array: 128 keys, and one buffer of queries and dout.
@@ -321,8 +321,8 @@ inline constexpr BackwardTile kFineBackwardTile = {64, 1, 1};  // 129, 225 KB
 // Does dq get a kernel of its own, though that takes 7 products instead of 5? At head dim 256 it was measured
 // to be 4 to 6 % faster. At 192, one kernel has neither registers nor shared memory for 128 keys, and with 64
 // its operands and sums of dq would pass through shared memory for longer than the products of both kernels
-// take. Above 256 each block of a cluster has 256 columns or fewer. (jax_flash/_kernel_choice.py relies on
-// this: it then gives no memory for sums of dq.)
+// take. Above 256 there are no registers for it. (jax_flash/_kernel_choice.py relies on this: it then gives
+// no memory for sums of dq.)
 constexpr bool backward_is_split(int head_dim) { return head_dim > 128; }
 
 struct BackwardDqTile {
@@ -337,8 +337,7 @@ constexpr BackwardDqTile backward_dq_tile(int head_dim, bool general) {
   if (head_dim <= 64) return {general ? 64 : 128, 3};                                    // 80, 128 KB
   if (head_dim <= 128) return general ? BackwardDqTile{64, 3} : BackwardDqTile{128, 2};  // 160, 192 KB
   if (head_dim <= 192) return general ? BackwardDqTile{32, 4} : BackwardDqTile{96, 2};   // 160, 200 KB
-  if (head_dim <= 256) return {general ? 32 : 48, 2};                                    // 192, 224 KB
-  return {32, 2};  // 224 KB, of half of the columns
+  return {general ? 32 : 48, 2};  // 192, 224 KB, above head dim 256 in halves (wide_backward_dq.cuh)
 }
 
 struct TangentTile {

@@ -232,7 +232,7 @@ def num_head_parts(q, k, v, is_causal: bool) -> int:
     def are_many(parts: int) -> bool:
         """Whether long causal tiles are taken one by one, which is faster (`has_many` of BackwardSchedule).
 
-        In wide heads not by as much as the sums take.
+        Above head dim 256 that gains less than sums of parts cost, so it does not decide.
         """
         tiles = B * K * parts * blocks
         return is_triangle and not is_wide and blocks >= 64 and tiles >= 6 * multiprocessors * group // parts

@@ -111,6 +111,7 @@ class Mask:
     axes: str
     visible: float = 0.5  # the fraction of pairs that are visible
     blocks: int = 0  # if not 0, blocks of this size are hidden, visible and random in turn
+    hidden_heads: tuple[int, ...] = ()  # which see nothing; axes are BNTS or 1NTS
 
     def make(self, case: Case, rng: np.random.Generator, dtype: Any) -> np.ndarray:
         shape = _shape(self.axes, case)
@@ -123,6 +124,8 @@ class Mask:
             mask[..., row % 19 == 5, :] = False
         if self.axes[-1:] == "S":
             mask[..., column % 23 == 7] = False
+        for head in self.hidden_heads:
+            mask[:, head] = False
         return mask
 
 

@@ -199,24 +199,28 @@ def test_main_loop_stays_in_registers(loops):
     assert not failures
 
 
-def waits(name: str) -> int:
+def waits(name: str) -> set[int]:
     """How often a kernel's main loop waits for products: a serialised one waits after each instruction."""
     if "fine_backward" in name:  # dout v^T in sums of 64 columns, q k^T, p^T dout and ds^T q in parts, ds k
-        return 11 if "Li128E" in name else 4
+        return {11 if "Li128E" in name else 4}
     if "forward_kernel" in name:
-        return 2  # for the scores, and for p v
+        return {2}  # for the scores, and for p v
+    if "wide_backward_dq" in name:  # one block: ds k_low, q k^T; the other: dout v^T in quarters, ds k_high
+        return {2, 5}
+    if "wide_backward" in name:
+        return {1}  # ds^T q or p^T dout; the products before are in the loop around it
     if "backward_dq_kernel" in name:
-        return 3  # q k^T, dout v^T, ds k
+        return {3}  # q k^T, dout v^T, ds k
     if "tangent_kernel" in name:
-        return 3  # q k^T, its tangent, the products with values
-    return 5 if re.search(r"ELb1E+v", name) else 4  # q k^T, dout v^T, p^T dout, ds^T q; with dq also ds k
+        return {3}  # q k^T, its tangent, the products with values
+    return {5 if re.search(r"ELb1E+v", name) else 4}  # q k^T, dout v^T, p^T dout, ds^T q; with dq also ds k
 
 
 @pytest.mark.exhaustive
 def test_products_are_not_serialised(loops):
     for name, bodies in loops.items():
         for loop in bodies:
-            assert sum("WARPGROUP.DEPBAR" in text for text in loop) == waits(name), name
+            assert sum("WARPGROUP.DEPBAR" in text for text in loop) in waits(name), name
 
 
 # What reads or writes global memory: loads, stores, atomics, TMA.

@@ -1,4 +1,7 @@
-"""Head dims above 256: on a GPU two thread blocks of a cluster compute them together (cuda/sm90/head_halves.cuh)."""
+"""Head dims above 256: on a GPU two thread blocks of a cluster compute them together.
+
+Forward in cuda/sm90/head_halves.cuh, gradients in wide_backward.cuh and wide_backward_dq.cuh.
+"""
 
 import dataclasses
 import functools
@@ -56,6 +59,9 @@ CASES = [
         dropout_seed=1,
         dropout_rate=0.2,
     ),
+    # For 66 clusters enough pairs of tiles, the first one of an odd number of blocks.
+    case("pairs of tiles", batch=8, t=200, s=200, n=4, k=4, is_causal=True),
+    case("heads that see nothing", t=150, s=140, n=4, k=2, mask=Mask("BNTS", hidden_heads=(0, 3))),
 ]
 BY_NAME = {case.name: case for case in CASES}
 

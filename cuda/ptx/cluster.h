@@ -6,7 +6,7 @@
 
 namespace jax_flash::cuda::ptx {
 
-// Which of the cluster's this block is.
+// This block's rank in its cluster.
 __device__ __forceinline__ int cluster_rank() {
   int rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

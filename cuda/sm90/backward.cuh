@@ -77,8 +77,8 @@
 //   bar 1        256: both consumers            block of         both        ds, and p^T where it is shared,
 //                                               queries, but                 until both have written it; at
 //                                               for kByKeys                  a tile's end, what dk and dv
-//                                               without dq;                  overwrite; with halves also ds
-//                                               tile                         and p^T of the block before
+//                                               without dq;                  overwrite
+//                                               tile
 //   bar 2        256: both consumers            tile, with dq,   both        dk and dv, which leave from the
 //                                               not planes                   places of ds and dq, until the
 //                                                                            next tile writes there
@@ -1182,13 +1182,16 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
   } else {
     const Status status = launch_early(backward_kernel<Config>, arguments.schedule.num_blocks,
                                        Config::kThreads, Config::kSharedBytes, context, arguments);
-    if (!Config::kWithDq || status.failed()) return status;
-    if constexpr (Config::kPlanes) {
-      return launch_convert_fragments<float>(arguments.dq_accum, 1, params.dq, DqOfPlanes{params}, context);
-    } else {
-      const UniformFactor scale{arguments.logit.scale};
-      return launch_convert_fragments<Element>(arguments.dq_accum, 1, params.dq, scale, context);
+    if constexpr (Config::kWithDq) {
+      if (status.failed()) return status;
+      if constexpr (Config::kPlanes) {
+        return launch_convert_fragments<float>(arguments.dq_accum, 1, params.dq, DqOfPlanes{params}, context);
+      } else {
+        const UniformFactor scale{arguments.logit.scale};
+        return launch_convert_fragments<Element>(arguments.dq_accum, 1, params.dq, scale, context);
+      }
     }
+    return status;
   }
 }
 

@@ -13,7 +13,6 @@
 #include "params.h"
 #include "sm90/cluster.cuh"
 #include "sm90/fragments.cuh"
-#include "sm90/head_halves.cuh"
 #include "sm90/item_ring.cuh"
 #include "sm90/ring.cuh"
 #include "visibility.cuh"

@@ -1,5 +1,6 @@
-// Head dims above 256: two thread blocks, a cluster, compute a tile together. Each has half of the columns of
-// every array, as in a kernel for half the head dim: neither shared memory nor registers have room for more.
+// Forward, above head dim 256: two thread blocks, a cluster, compute a tile together. Each has half of the
+// columns of every array, as in a kernel for half the head dim: neither shared memory nor registers have room
+// for more. (Gradients divide products instead: wide_backward.cuh, wide_backward_dq.cuh.)
 // Scores are sums over all columns, so each block adds the other's part to its own. Then both know all
 // scores, and each has its columns of the result.
 //

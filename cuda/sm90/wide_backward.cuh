@@ -64,7 +64,6 @@
 #include "params.h"
 #include "ptx/barrier.h"
 #include "ptx/cluster.h"
-#include "ptx/grid.h"
 #include "ptx/memory.h"
 #include "ptx/tensor_copy.h"
 #include "ptx/wgmma.h"
@@ -77,6 +76,7 @@
 #include "sm90/tensor_map.h"
 #include "sm90/tile_loader.cuh"
 #include "softmax.cuh"
+#include "tiles.h"
 #include "visibility.cuh"
 
 namespace jax_flash::cuda::sm90 {
@@ -89,7 +89,9 @@ struct WideBackwardConfig {
   static constexpr int kClusterBlocks = 2;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr PairPolicy kPolicy = kPolicy_;  // the pair options that the kernel handles
-  static constexpr int kBlockM = 64, kBlockN = 64, kStages = 2;
+  static constexpr BackwardTile kTile = backward_tile(kHeadDim, kPolicy.is_general());
+  static constexpr int kBlockM = kTile.block_m, kBlockN = 64, kStages = kTile.stages;
+  static_assert(kBlockM == 64 && kStages == 2 && kKeyUnit % kBlockN == 0);
   using Queries = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/false, kBlockN, kBlockM>;
   static constexpr int kConsumers = 2, kConsumerWarps = 4 * kConsumers, kThreads = 128 * (1 + kConsumers);
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
@@ -289,15 +291,13 @@ struct WideBackwardLoader {
 
 // ---- A consumer: a warpgroup ----
 
-enum class WideRole { kScores, kValues };
-
-template <class Config, WideRole kRole>
+template <class Config, BlockRole kRole>
 struct WideBackwardConsumer {
   using Arithmetic = typename Config::Arithmetic;
   using Shared = WideBackwardShared<Config>;
   static constexpr PairPolicy kPolicy = Config::kPolicy;
   static constexpr int kTiles = Config::kBlockM / 8, kSteps = Config::kBlockM / 16;
-  static constexpr bool kIsValues = kRole == WideRole::kValues;
+  static constexpr bool kIsValues = kRole == BlockRole::kValues;
   using Scores = float[1][kTiles][4];   // [64 keys, 64 queries], or their gradients
   using Operand = uint32_t[kSteps][4];  // the same in 16 bits
 
@@ -520,12 +520,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     wide_backward_kernel(const __grid_constant__ BackwardArguments arguments) {
   extern __shared__ __align__(1024) uint8_t start[];
   const WideBackwardShared<Config> shared{ptx::shared_address(start)};
-  const bool is_values = ptx::cluster_rank() == 1;
+  const bool is_values = block_role() == BlockRole::kValues;
 
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
   wait_for_cluster<Config>();
-  ptx::wait_for_grid_before();
 
   auto for_each = [&](auto f) {
     for_each_tile<Config, /*kDraws=*/false>(arguments.schedule, arguments.params, shared.items(), f);
@@ -542,14 +541,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
   } else {
     ptx::acquire_registers<Config::kConsumerRegisters>();
-    auto consume = [&]<WideRole kRole>() {
+    auto consume = [&]<BlockRole kRole>() {
       WideBackwardConsumer<Config, kRole> consumer(arguments, shared, warpgroup - 1);
       for_each([&](const auto& work) { consumer.run(work); });
     };
     if (is_values) {
-      consume.template operator()<WideRole::kValues>();
+      consume.template operator()<BlockRole::kValues>();
     } else {
-      consume.template operator()<WideRole::kScores>();
+      consume.template operator()<BlockRole::kScores>();
     }
     wait_for_cluster<Config>();
   }

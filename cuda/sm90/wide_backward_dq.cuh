@@ -26,15 +26,18 @@
 //   upper full   1: warp 0, with TMA            block of keys    consumers   the upper columns of keys
 //   upper empty  2: a thread of each consumer   block of keys    warp 0      the same, until scores or dq are
 //                                                                            done
-//   lower full   1: warp 1, with TMA            block of keys,   consumers   the lower columns of keys, or
-//   half
-//                                               or half of one               of the columns of values
-//   lower empty  2: a thread of each consumer   likewise         warp 1      the same, until dq or dp is done
+//   lower full   1: warp 1, with TMA            block of keys    consumers   the lower columns of keys; only
+//   in
+//                                                                            the scores block
+//   lower empty  2: a thread of each consumer   block of keys    warp 1      the same, until dq is done
+//   quarter      1: warp 1, with TMA            a quarter of a   consumers   a quarter of the columns of
+//   full                                        block of keys                values; only in the values block
+//   quarter      2: a thread of each consumer   likewise         warp 1      the same, until its part of dp
+//   empty                                                                    is done
 //   came         1: a lane of this warp, with   block of keys    this warp   dp, or ds
 //                the bytes
 //   free         1: a lane of the other         block of keys    this warp   in the other block, the place
-//   for
-//                block's warp                                                ds or dp, until it has been read
+//                block's warp                                                of ds or dp, until it is read
 //   tail         1: warp 0 or 1, with TMA       block with rows  that warp   rows that it then fills with
 //                                               that do not                  zeros, before it arrives at
 //                                               count                        full itself
@@ -66,6 +69,7 @@
 #include "sm90/tensor_map.h"
 #include "sm90/tile_loader.cuh"
 #include "softmax.cuh"
+#include "tiles.h"
 #include "visibility.cuh"
 
 namespace jax_flash::cuda::sm90 {
@@ -81,7 +85,9 @@ struct WideBackwardDqConfig {
   static constexpr int kConsumers = 2, kConsumerWarps = 4 * kConsumers, kThreads = 128 * (1 + kConsumers);
   // With 48 keys, scores are formed at 6/7 of the rate of 64, for whose parts there is no room. Blocks of
   // lists are divided by 32.
-  static constexpr int kBlockM = 64 * kConsumers, kBlockN = kPolicy.is_general() ? 32 : 48;
+  static constexpr int kBlockM = 64 * kConsumers,
+                       kBlockN = backward_dq_tile(kHeadDim, kPolicy.is_general()).block_n;
+  static_assert(kKeyUnit % kBlockN == 0);
   using Keys = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/true, kBlockM, kBlockN>;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
@@ -223,15 +229,13 @@ struct WideBackwardDqLoader {
 
 // ---- A consumer: a warpgroup ----
 
-enum class WideDqRole { kScores, kValues };
-
-template <class Config, WideDqRole kRole>
+template <class Config, BlockRole kRole>
 struct WideBackwardDqConsumer {
   using Arithmetic = typename Config::Arithmetic;
   using Shared = WideBackwardDqShared<Config>;
   static constexpr PairPolicy kPolicy = Config::kPolicy;
   static constexpr int kBlockN = Config::kBlockN, kTiles = kBlockN / 8, kSteps = kBlockN / 16;
-  static constexpr bool kIsValues = kRole == WideDqRole::kValues;
+  static constexpr bool kIsValues = kRole == BlockRole::kValues;
   using Scores = float[1][kTiles][4];   // [64 queries, kBlockN keys], or their gradients
   using Operand = uint32_t[kSteps][4];  // the same in 16 bits
 
@@ -350,12 +354,14 @@ struct WideBackwardDqConsumer {
       issue_dq(ds, shared.lower(lower.stage));
       issue_scores_of_block(scores, lower_ring);
       ptx::wgmma_wait<2>();
+      ptx::keep_in_place(ds);
       ptx::keep_in_place(dq[0]);
       lower.release_by_warpgroup();
       weigh(n, scores, ds);
     }
     issue_dq(ds, shared.lower(lower_ring.stage));
     ptx::wgmma_wait<0>();
+    ptx::keep_in_place(ds);
     ptx::keep_in_place(dq[0]);
   }
 
@@ -472,6 +478,7 @@ struct WideBackwardDqConsumer {
     expect(kSteps);
     issue_dq_of_block(ds);
     ptx::wgmma_wait<0>();
+    ptx::keep_in_place(ds);
     ptx::keep_in_place(dq[0]);
   }
 
@@ -502,7 +509,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     wide_backward_dq_kernel(const __grid_constant__ BackwardDqArguments arguments) {
   extern __shared__ __align__(1024) uint8_t start[];
   const WideBackwardDqShared<Config> shared{ptx::shared_address(start)};
-  const bool is_values = ptx::cluster_rank() == 1;
+  const bool is_values = block_role() == BlockRole::kValues;
 
   if (threadIdx.x == 0) shared.init();
   const BackwardDqWork<Config> work(arguments.params, first_item<Config>());
@@ -523,9 +530,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::acquire_registers<Config::kConsumerRegisters>();
     const int consumer = warpgroup - 1;
     if (is_values) {
-      WideBackwardDqConsumer<Config, WideDqRole::kValues>(arguments, shared, work, consumer).run();
+      WideBackwardDqConsumer<Config, BlockRole::kValues>(arguments, shared, work, consumer).run();
     } else {
-      WideBackwardDqConsumer<Config, WideDqRole::kScores>(arguments, shared, work, consumer).run();
+      WideBackwardDqConsumer<Config, BlockRole::kScores>(arguments, shared, work, consumer).run();
     }
     wait_for_cluster<Config>();
   }
