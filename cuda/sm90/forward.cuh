@@ -1010,7 +1010,7 @@ struct ForwardConsumer {
         normalizer[0] = normalizer[1] = 1;
       }
       const Float32Rows rows(params.out, params.seqlen_q, params.num_heads, params.head_dim_v);
-      rows.store(out, normalizer, batch, head, row0, 0);
+      rows.store_exchanged(out, normalizer, batch, head, row0, 0);
       return;
     }
     const uint32_t sOut = shared.sOut(q_stage, tile_row());

@@ -55,14 +55,35 @@ struct Float32Rows {
         heads(static_cast<int>(heads)),
         columns(static_cast<int>(columns)) {}
 
-  // Writes acc [16, 8 * kTiles] to (row, column) of a head, with rows of h multiplied by factor[h]. Two lanes
-  // exchange halves of two tiles, so that each stores 16 bytes: 2 % of a forward pass.
+  // Writes acc [16, 8 * kTiles] to (row, column) of a head, with rows of h multiplied by factor[h]. A quad of
+  // lanes fills a sector of 32 bytes.
   template <int kTiles>
   __device__ __forceinline__ void store(const float (&acc)[1][kTiles][4], const float (&factor)[2], int batch,
                                         int head, int row, int column) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int own_row = row + accumulator_row(0, h);
+      if (own_row >= length) continue;
+      float* to = data + ((int64_t{batch} * length + own_row) * heads + head) * columns + column;
+#pragma unroll
+      for (int nt = 0; nt < kTiles; ++nt) {
+        if (column + 8 * nt >= columns) continue;
+        const float2 pair = {acc[0][nt][2 * h] * factor[h], acc[0][nt][2 * h + 1] * factor[h]};
+        *reinterpret_cast<float2*>(to + accumulator_column(nt, 0)) = pair;
+      }
+    }
+  }
+
+  // The same, with more registers: two lanes exchange halves of two tiles, so that each stores 16 bytes,
+  // which gains 2 % of a forward pass.
+  template <int kTiles>
+  __device__ __forceinline__ void store_exchanged(const float (&acc)[1][kTiles][4], const float (&factor)[2],
+                                                  int batch, int head, int row, int column) const {
     static_assert(kTiles % 2 == 0);
-    const bool is_odd = lane_id() % 2 == 1;
-    const int lane_column = column + 8 * is_odd + lane_id() % 4 / 2 * 4;
+    uint32_t lane = lane_id();
+    ptx::make_opaque(lane);  // what depends on it is not kept from one tile to the next
+    const bool is_odd = lane % 2 == 1;
+    const int lane_column = column + 8 * is_odd + static_cast<int>(lane % 4 / 2 * 4);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int own_row = row + accumulator_row(0, h);

@@ -34,12 +34,13 @@
 //   parts                                       queries
 //   x full, the  1: warp 1, with TMA            block of         the one     lse and delta; only in the
 //   last part                                   queries          whose it is scores block
-//   x empty      8: a lane of each consumer     block of         warps 0, 1  all of these, until dk or dv
-//                warp                           queries                      has been added to
+//   x empty      256: each consumer thread      block of         warps 0, 1  all of these, until dk or dv
+//                                               queries                      has been added to and all
+//                                                                            threads have read lse, delta
 //   came         1: a lane of this warp, with   block of         this warp;  dp, or p
 //                the bytes                      queries          p: both
 //                                                                consumers'
-//   ds ready     1: a lane of this warp         block of         both        ds, which takes the place of dp;
+//   ds ready     32: this warp's lanes          block of         both        ds, which takes the place of dp;
 //                                               queries          consumers'  only in the scores block
 //   free         2: a lane of the other         block of         this warp   in the other block, the place
 //                block's warp in each consumer  queries                      for p or dp, until p or ds has
@@ -148,12 +149,13 @@ struct WideBackwardShared {
   // By one thread.
   __device__ __forceinline__ void init() const {
     rows_ring().init(1, Config::kConsumerWarps);
-    x_ring(0, 0).init(1, Config::kConsumerWarps);
+    x_ring(0, 0).init(1, 32 * Config::kConsumerWarps);
     ptx::barrier_init(tail(), 1);
-    for (int i = 0; i < 2 * Config::kConsumerWarps; ++i) {
-      ptx::barrier_init(barrier(Config::kOwnBarriers + i), 1);
+    for (int warp = 0; warp < Config::kConsumerWarps; ++warp) {
+      ptx::barrier_init(came(0, warp), 1);
+      ptx::barrier_init(ds_ready(0, warp), 32);
+      ptx::barrier_init(free(0, warp), Config::kConsumers);
     }
-    for (int i = 0; i < Config::kConsumerWarps; ++i) ptx::barrier_init(free(0, i), Config::kConsumers);
     ptx::barrier_init_fence();
   }
 
@@ -452,8 +454,7 @@ struct WideBackwardConsumer {
     }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) ptx::store_shared_x4(own_piece(step), ds[step]);
-    __syncwarp();
-    if (lane_id() == 0) ptx::barrier_arrive(shared.ds_ready(consumer, warp));
+    ptx::barrier_arrive(shared.ds_ready(consumer, warp));
   }
 
   // ---- dk += ds^T q or dv += p^T dout, this consumer's columns, for the block of queries in `stage` ----
@@ -479,7 +480,7 @@ struct WideBackwardConsumer {
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(operand);
     ptx::keep_in_place(sum[0]);
-    ring.release_by_warp();
+    ring.release();
     parities.pass(stage);
   }
 
