@@ -141,12 +141,13 @@ class _Plan:
             self._scattered[name] = _sharding.as_tuple(keys) if is_sum else ()
 
         def sharding(name: str, axes: list[str]) -> NamedSharding:
-            keys = self._rows if self._has_own_keys(name) else self._scattered.get(name) or None
-            parts = mesh_axes | {"k": mesh_axes["n"], "s": keys}
             if self._exchange and not self._is_exchanged_within(name):
                 # Each device gets a part of the heads that its shard has already.
                 heads = *_sharding.as_tuple(mesh_axes["n"] or ()), *_sharding.as_tuple(self._rows)
-                parts |= {"n": heads, "k": heads, "t": None, "s": None}
+                parts = mesh_axes | {"n": heads, "k": heads, "t": None, "s": None}
+            else:
+                keys = self._rows if self._has_own_keys(name) else self._scattered.get(name) or None
+                parts = mesh_axes | {"k": mesh_axes["n"], "s": keys}
             return NamedSharding(mesh, PartitionSpec(*map(parts.get, axes)))
 
         self.arg_shardings = {name: sharding(name, axes) for name, axes in sharded.arg_axes.items()}

@@ -26,12 +26,11 @@
 //   upper full   1: warp 0, with TMA            block of keys    consumers   the upper columns of keys
 //   upper empty  2: a thread of each consumer   block of keys    warp 0      the same, until scores or dq are
 //                                                                            done
-//   lower full   1: warp 1, with TMA            block of keys    consumers   the lower columns of keys; only
-//   in
+//   lower full   1: warp 1, with TMA            block of keys    consumers   the lower columns of keys, in
 //                                                                            the scores block
 //   lower empty  2: a thread of each consumer   block of keys    warp 1      the same, until dq is done
 //   quarter      1: warp 1, with TMA            a quarter of a   consumers   a quarter of the columns of
-//   full                                        block of keys                values; only in the values block
+//   full                                        block of keys                values, in the values block
 //   quarter      2: a thread of each consumer   likewise         warp 1      the same, until its part of dp
 //   empty                                                                    is done
 //   came         1: a lane of this warp, with   block of keys    this warp   dp, or ds
