@@ -337,7 +337,7 @@ constexpr BackwardDqTile backward_dq_tile(int head_dim, bool general) {
   if (head_dim <= 64) return {general ? 64 : 128, 3};                                    // 80, 128 KB
   if (head_dim <= 128) return general ? BackwardDqTile{64, 3} : BackwardDqTile{128, 2};  // 160, 192 KB
   if (head_dim <= 192) return general ? BackwardDqTile{32, 4} : BackwardDqTile{96, 2};   // 160, 200 KB
-  return {general ? 32 : 48, 2};  // 192, 224 KB, above head dim 256 in halves (wide_backward_dq.cuh)
+  return {general ? 32 : 48, 2};  // 192, 224 KB, above head dim 256 225 KB (wide_backward_dq.cuh)
 }
 
 struct TangentTile {

@@ -114,6 +114,7 @@ class Mask:
     hidden_heads: tuple[int, ...] = ()  # which see nothing; axes are BNTS or 1NTS
 
     def make(self, case: Case, rng: np.random.Generator, dtype: Any) -> np.ndarray:
+        assert not self.hidden_heads or (self.axes[1] == "N" and not self.blocks)
         shape = _shape(self.axes, case)
         mask = rng.random(shape) < self.visible
         row, column = (np.arange(size) for size in (1, 1, *shape)[-2:])

@@ -59,7 +59,7 @@ CASES = [
         dropout_seed=1,
         dropout_rate=0.2,
     ),
-    # For 66 clusters enough pairs of tiles, the first one of an odd number of blocks.
+    # Enough pairs of tiles for 66 clusters; in the second pair the first tile has an odd number of blocks.
     case("pairs of tiles", batch=8, t=200, s=200, n=4, k=4, is_causal=True),
     case("heads that see nothing", t=150, s=140, n=4, k=2, mask=Mask("BNTS", hidden_heads=(0, 3))),
 ]

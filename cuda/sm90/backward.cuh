@@ -113,7 +113,6 @@
 #include "sm90/cluster.cuh"
 #include "sm90/fine_backward.cuh"
 #include "sm90/fragments.cuh"
-#include "sm90/head_halves.cuh"
 #include "sm90/item_ring.cuh"
 #include "sm90/output.cuh"
 #include "sm90/product.cuh"
@@ -121,6 +120,7 @@
 #include "sm90/tensor_map.h"
 #include "sm90/tile_loader.cuh"
 #include "sm90/wide_backward.cuh"
+#include "sm90/wide_heads.cuh"
 #include "softmax.cuh"
 #include "tiles.h"
 #include "visibility.cuh"
@@ -1197,7 +1197,7 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
 
 template <class Arithmetic, int kHeadDim, PairPolicy kPolicy, bool kWithDq>
 using BackwardConfigOf =
-    std::conditional_t<has_halves(kHeadDim), WideBackwardConfig<Arithmetic, kHeadDim, kPolicy>,
+    std::conditional_t<is_wide(kHeadDim), WideBackwardConfig<Arithmetic, kHeadDim, kPolicy>,
                        BackwardConfig<Arithmetic, kHeadDim, kPolicy, kWithDq>>;
 
 // Of backward_dq.cuh, compiled in units of its own.
@@ -1208,7 +1208,7 @@ template <class Arithmetic, int kHeadDim>
 Status backward_by_warpgroups(const BackwardParams& params, const LaunchContext& context) {
   using Element = typename Arithmetic::Element;
   constexpr bool kPlanes = !kIs16Bit<Arithmetic>;
-  if constexpr (has_halves(kHeadDim)) {
+  if constexpr (is_wide(kHeadDim)) {
     if (context.compute_capability == 90 && is_wide_without_pairs(params))
       return clear_gradients(params, context);
   }

@@ -61,13 +61,13 @@
 #include "sm80/backward_dq.cuh"
 #include "sm90/backward_dq_tiles.cuh"
 #include "sm90/cluster.cuh"
-#include "sm90/head_halves.cuh"
 #include "sm90/output.cuh"
 #include "sm90/product.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/tensor_map.h"
 #include "sm90/tile_loader.cuh"
 #include "sm90/wide_backward_dq.cuh"
+#include "sm90/wide_heads.cuh"
 #include "softmax.cuh"
 #include "tiles.h"
 #include "visibility.cuh"
@@ -394,12 +394,12 @@ Status launch_backward_dq(const BackwardParams& params, const LaunchContext& con
 
 template <class Arithmetic, int kHeadDim, PairPolicy kPolicy>
 using BackwardDqConfigOf =
-    std::conditional_t<has_halves(kHeadDim), WideBackwardDqConfig<Arithmetic, kHeadDim, kPolicy>,
+    std::conditional_t<is_wide(kHeadDim), WideBackwardDqConfig<Arithmetic, kHeadDim, kPolicy>,
                        BackwardDqConfig<Arithmetic, kHeadDim, kPolicy>>;
 
 template <class Arithmetic, int kHeadDim>
 Status backward_dq_by_warpgroups(const BackwardParams& params, const LaunchContext& context) {
-  if constexpr (has_halves(kHeadDim)) {
+  if constexpr (is_wide(kHeadDim)) {
     if (context.compute_capability == 90 && is_wide_without_pairs(params))
       return {};  // backward() has cleared dq
   }

@@ -8,14 +8,6 @@
 
 namespace jax_flash::cuda::sm90 {
 
-// For gradients above head dim 256, what a block of a cluster of two does: it forms scores, of q and k, or
-// their gradients, of dout and v.
-enum class BlockRole { kScores, kValues };
-
-__device__ __forceinline__ BlockRole block_role() {
-  return ptx::cluster_rank() == 0 ? BlockRole::kScores : BlockRole::kValues;
-}
-
 // The number of the first tile of this block or of its cluster.
 template <class Config>
 __device__ __forceinline__ unsigned first_item() {

@@ -96,6 +96,7 @@
 #include "sm90/schedule.cuh"
 #include "sm90/tensor_map.h"
 #include "sm90/tile_loader.cuh"
+#include "sm90/wide_heads.cuh"
 #include "softmax.cuh"
 #include "tiles.h"
 #include "visibility.cuh"
@@ -126,7 +127,7 @@ struct ForwardConfig {
   using Arithmetic = std::conditional_t<kPlanes, float16, Arithmetic_>;  // of the products
   static constexpr int kNumPlanes = std::is_same_v<Arithmetic_, tf32x3> ? 2 : 1;
   using Element = typename Arithmetic::Element;
-  static constexpr bool kHasHalves = has_halves(kHeadDim_);  // does a block have half of the columns?
+  static constexpr bool kHasHalves = is_wide(kHeadDim_);  // does a block have half of the columns?
   static constexpr int kClusterBlocks = kHasHalves ? 2 : 1;
   static constexpr int kHeadDim = block_columns(kHeadDim_);  // the columns of a block
   static constexpr ForwardTile kTile = kTile_;
@@ -1167,7 +1168,7 @@ Status launch_parts(const ForwardParams& params, const LaunchContext& context) {
 
 template <class Arithmetic, int kHeadDim>
 Status forward(const ForwardParams& params, const LaunchContext& context) {
-  if constexpr (has_halves(kHeadDim)) {
+  if constexpr (is_wide(kHeadDim)) {
     if (context.compute_capability == 90 && is_wide_without_pairs(params)) {
       ForwardParams without_parts = params;
       without_parts.num_key_parts = 0;

@@ -1,8 +1,8 @@
 // Forward, above head dim 256: two thread blocks, a cluster, compute a tile together. Each has half of the
 // columns of every array, as in a kernel for half the head dim: neither shared memory nor registers have room
-// for more. (Gradients divide products instead: wide_backward.cuh, wide_backward_dq.cuh.)
-// Scores are sums over all columns, so each block adds the other's part to its own. Then both know all
-// scores, and each has its columns of the result.
+// for more. Scores are sums over all columns, so each block adds the other's part to its own. Then both know
+// all scores, and each has its columns of the result. (Gradients divide products, not columns:
+// wide_backward.cuh, wide_backward_dq.cuh.)
 //
 //   block 0   s0 = q0 k0^T        s0 + s1   softmax   p v0
 //                           crossed
@@ -16,42 +16,21 @@
 #include <cstdint>
 
 #include "accumulator.cuh"
-#include "launch.h"
-#include "params.h"
 #include "ptx/barrier.h"
 #include "ptx/cluster.h"
 #include "ptx/memory.h"
 #include "sm90/ring.cuh"
+#include "sm90/wide_heads.cuh"
 
 namespace jax_flash::cuda::sm90 {
 
-constexpr bool has_halves(int head_dim) { return head_dim > 256; }
-
 // The columns of a thread block.
-constexpr int block_columns(int head_dim) { return has_halves(head_dim) ? head_dim / 2 : head_dim; }
+constexpr int block_columns(int head_dim) { return is_wide(head_dim) ? head_dim / 2 : head_dim; }
 
 // Which of a tensor's columns is this block's first.
 template <class Config>
 __device__ __forceinline__ int first_column() {
   return Config::kHasHalves ? Config::kHeadDim * ptx::cluster_rank() : 0;
-}
-
-// Wide heads without a single pair of a query and a key: no portable kernel serves these.
-inline bool is_wide_without_pairs(const AttentionParams& params) {
-  return has_halves(std::max(params.head_dim, params.head_dim_v)) &&
-         params.batch * params.num_heads * params.seqlen_q * params.seqlen_kv == 0;
-}
-
-inline Status clear_gradients(const BackwardParams& params, const LaunchContext& context) {
-  const int64_t queries = params.batch * params.seqlen_q * params.num_heads,
-                keys = params.batch * params.seqlen_kv * params.num_kv_heads;
-  auto clear = [&](void* gradient, int64_t bytes) {
-    return bytes == 0 ? cudaSuccess : cudaMemsetAsync(gradient, 0, bytes, context.stream);
-  };
-  cudaError_t error = clear(params.dq, 2 * queries * params.head_dim);
-  if (error == cudaSuccess) error = clear(params.dk, 2 * keys * params.head_dim);
-  if (error == cudaSuccess) error = clear(params.dv, 2 * keys * params.head_dim_v);
-  return error;
 }
 
 // A warp's way to the scores [16, 8 * kTiles] of the other half, with room for kBuffers of its parts; 0:

@@ -75,7 +75,7 @@ struct Float32Rows {
   }
 
   // The same, with more registers: two lanes exchange halves of two tiles, so that each stores 16 bytes,
-  // which gains 2 % of a forward pass.
+  // which gains up to 2 % of the forward kernel.
   template <int kTiles>
   __device__ __forceinline__ void store_exchanged(const float (&acc)[1][kTiles][4], const float (&factor)[2],
                                                   int batch, int head, int row, int column) const {

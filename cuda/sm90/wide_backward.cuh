@@ -76,6 +76,7 @@
 #include "sm90/ring.cuh"
 #include "sm90/tensor_map.h"
 #include "sm90/tile_loader.cuh"
+#include "sm90/wide_heads.cuh"
 #include "softmax.cuh"
 #include "tiles.h"
 #include "visibility.cuh"
