@@ -105,7 +105,7 @@ Status launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, 
   return launch_with(&may_start_early, kernel, blocks, threads, shared_bytes, context, parameters...);
 }
 
-// Like launch, with clusters of so many blocks. More than one take compute capability 9.0.
+// Like launch, in clusters of `cluster_blocks` blocks. More than one need compute capability 9.0.
 template <class... Parameters>
 Status launch_clusters(void (*kernel)(Parameters...), int64_t clusters, int cluster_blocks, int threads,
                        int shared_bytes, const LaunchContext& context, const Parameters&... parameters) {

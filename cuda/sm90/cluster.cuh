@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "accumulator.cuh"
 #include "launch.h"
 #include "ptx/cluster.h"
 
@@ -28,6 +29,25 @@ __device__ __forceinline__ void wait_for_cluster() {
     __syncwarp();
     ptx::cluster_wait();
   }
+}
+
+// A warp's messages to the same warp of the other block consist of pieces: of each lane 16 bytes.
+inline constexpr int kPieceBytes = 32 * 16;
+
+// Sends pieces to the places that begin at `place` in this block, this lane's, and counts them on `barrier`,
+// likewise.
+template <class Piece, int kPieces>
+__device__ __forceinline__ void send_to_peer(const Piece (&pieces)[kPieces][4], uint32_t place,
+                                             uint32_t barrier) {
+  const uint32_t to = ptx::peer_address(place), there = ptx::peer_address(barrier);
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) ptx::store_to_peer(to + i * kPieceBytes, pieces[i], there);
+}
+
+// This warp has read what came: its place is free, which `barrier` says in the other block.
+__device__ __forceinline__ void free_for_peer(uint32_t barrier) {
+  __syncwarp();
+  if (lane_id() == 0) ptx::arrive_at_peer(ptx::peer_address(barrier));
 }
 
 template <class Config, class... Parameters>

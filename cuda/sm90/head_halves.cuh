@@ -19,6 +19,7 @@
 #include "ptx/barrier.h"
 #include "ptx/cluster.h"
 #include "ptx/memory.h"
+#include "sm90/cluster.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/wide_heads.cuh"
 
@@ -44,7 +45,7 @@ __device__ __forceinline__ int first_column() {
 template <int kTiles, int kBuffers>
 struct OtherHalf {
   using Parts = Ring<std::max(kBuffers, 1)>;
-  static constexpr int kTileBytes = 32 * 16, kPartBytes = kTiles * kTileBytes;
+  static constexpr int kPartBytes = kTiles * kPieceBytes;
   static constexpr int kBytes = kBuffers * kPartBytes, kNumBarriers = kBuffers > 0 ? Parts::kNumBarriers : 0;
 
   uint32_t buffers;
@@ -62,17 +63,16 @@ struct OtherHalf {
       if (lane_id() == 0) ptx::barrier_arrive_expect(ring.full(), kPartBytes);
       ptx::barrier_wait(ring.empty(), ring.parity ^ 1);
 #pragma unroll
-      for (int nt = 0; nt < kTiles; ++nt) ptx::store_to_peer(to + nt * kTileBytes, scores[nt], full);
+      for (int nt = 0; nt < kTiles; ++nt) ptx::store_to_peer(to + nt * kPieceBytes, scores[nt], full);
       ptx::barrier_wait(ring.full(), ring.parity);
 #pragma unroll
       for (int nt = 0; nt < kTiles; ++nt) {
         float theirs[4];
-        ptx::load_shared_x4(theirs, part + nt * kTileBytes);
+        ptx::load_shared_x4(theirs, part + nt * kPieceBytes);
 #pragma unroll
         for (int i = 0; i < 4; ++i) scores[nt][i] += theirs[i];
       }
-      __syncwarp();
-      if (lane_id() == 0) ptx::arrive_at_peer(ptx::peer_address(ring.empty()));
+      free_for_peer(ring.empty());
       ring.advance();
     }
   }

@@ -109,7 +109,7 @@ struct WideBackwardConfig {
   static constexpr int kParts = 4, kPartChunks = kChunks / kParts, kPartColumns = kPartChunks * kRowColumns;
   static_assert(kHeadDim % (kParts * kRowColumns) == 0 && kColumns % kRowColumns == 0 && kColumns <= 256);
   static constexpr int kX = kTileBytes, kMessages = kX + kStages * kTileBytes;
-  static constexpr int kPieceBytes = 32 * 16, kMessageBytes = kBlockM / 8 * kPieceBytes;  // of a warp's dp
+  static constexpr int kMessageBytes = kBlockM / 8 * kPieceBytes;  // of a warp's dp
   static constexpr int kLse = kMessages + kConsumerWarps * kMessageBytes,
                        kDelta = kLse + kStages * kBlockM * 4;
   static constexpr int kBarriers = kDelta + kStages * kBlockM * 4;
@@ -339,7 +339,7 @@ struct WideBackwardConsumer {
  private:
   __device__ __forceinline__ int warp_row() const { return 16 * warp; }
   __device__ __forceinline__ uint32_t own_piece(int i) const {
-    return shared.message(consumer, warp) + i * Config::kPieceBytes + 16 * lane_id();
+    return shared.message(consumer, warp) + i * kPieceBytes + 16 * lane_id();
   }
 
   // ---- A block of queries of this consumer ----
@@ -348,7 +348,7 @@ struct WideBackwardConsumer {
                                            const QueryBlockCursor<Config>& block) {
     constexpr int kComing = kIsValues ? kSteps : kTiles;  // pieces
     if (lane_id() == 0) {
-      ptx::barrier_arrive_expect(shared.came(consumer, warp), kComing * Config::kPieceBytes);
+      ptx::barrier_arrive_expect(shared.came(consumer, warp), kComing * kPieceBytes);
     }
     Scores scores;
     issue_scores(scores);
@@ -364,10 +364,7 @@ struct WideBackwardConsumer {
   template <class Piece, int kPieces>
   __device__ __forceinline__ void send(const Piece (&pieces)[kPieces][4]) const {
     ptx::barrier_wait(shared.free(consumer, warp), parities[consumer] ^ 1);
-    const uint32_t to = ptx::peer_address(own_piece(0)),
-                   came = ptx::peer_address(shared.came(consumer, warp));
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) ptx::store_to_peer(to + i * Config::kPieceBytes, pieces[i], came);
+    send_to_peer(pieces, own_piece(0), shared.came(consumer, warp));
   }
 
   // scores [64, 64] = k q^T or v dout^T.
@@ -466,11 +463,9 @@ struct WideBackwardConsumer {
     Operand operand;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      ptx::load_shared_x4(operand[step],
-                          shared.message(stage, warp) + step * Config::kPieceBytes + 16 * lane_id());
+      ptx::load_shared_x4(operand[step], shared.message(stage, warp) + step * kPieceBytes + 16 * lane_id());
     }
-    __syncwarp();
-    if (lane_id() == 0) ptx::arrive_at_peer(ptx::peer_address(shared.free(stage, warp)));
+    free_for_peer(shared.free(stage, warp));
     const auto ring = shared.x_ring(stage, parity);
 #pragma unroll
     for (int part = 0; part < Config::kParts; ++part) ring.wait_full(part);

@@ -102,7 +102,6 @@ struct WideBackwardDqConfig {
   static constexpr int kQuarters = 4, kQuarterColumns = kHeadDim / kQuarters;
   static constexpr int kQuarterChunks = kChunks / kQuarters, kQuarterBytes = kQuarterChunks * kKvChunkBytes;
   static constexpr int kLowerStages = 2, kQuarterStages = 5;
-  static constexpr int kPieceBytes = 32 * 16;  // of a message: 16 for each lane
   static constexpr int kDpBytes = kBlockN / 8 * kPieceBytes, kDsBytes = kDpBytes / 2;  // of a warp
   static constexpr int kUpper = kChunks * kQChunkBytes, kLower = kUpper + kHalfBytes;
   static constexpr int kDp = kLower + kLowerStages * kHalfBytes,
@@ -283,30 +282,23 @@ struct WideBackwardDqConsumer {
 
   // This lane's pieces of what comes, and of what leaves.
   __device__ __forceinline__ uint32_t piece(int i) const {
-    return (kIsValues ? shared.ds(warp) : shared.dp(warp)) + i * Config::kPieceBytes + 16 * lane_id();
+    return (kIsValues ? shared.ds(warp) : shared.dp(warp)) + i * kPieceBytes + 16 * lane_id();
   }
   __device__ __forceinline__ uint32_t sent_piece() const {
-    return ptx::peer_address((kIsValues ? shared.dp(warp) : shared.ds(warp)) + 16 * lane_id());
+    return (kIsValues ? shared.dp(warp) : shared.ds(warp)) + 16 * lane_id();
   }
   __device__ __forceinline__ void expect(int pieces) const {
-    if (lane_id() == 0) ptx::barrier_arrive_expect(shared.came(warp), pieces * Config::kPieceBytes);
+    if (lane_id() == 0) ptx::barrier_arrive_expect(shared.came(warp), pieces * kPieceBytes);
   }
   __device__ __forceinline__ void wait_for_message() {
     ptx::barrier_wait(shared.came(warp), came_parity);
     came_parity ^= 1;
   }
-  // This warp has read what came: its place is free.
-  __device__ __forceinline__ void free_place() const {
-    __syncwarp();
-    if (lane_id() == 0) ptx::arrive_at_peer(ptx::peer_address(shared.free(warp)));
-  }
   template <class Piece, int kPieces>
   __device__ __forceinline__ void send(const Piece (&pieces)[kPieces][4]) {
     ptx::barrier_wait(shared.free(warp), sent_parity ^ 1);
     sent_parity ^= 1;
-    const uint32_t to = sent_piece(), came = ptx::peer_address(shared.came(warp));
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) ptx::store_to_peer(to + i * Config::kPieceBytes, pieces[i], came);
+    send_to_peer(pieces, sent_piece(), shared.came(warp));
   }
 
   // ---- Products ----
@@ -408,7 +400,7 @@ struct WideBackwardDqConsumer {
       }
       make_operand<Arithmetic>(dp, nt, ds);
     }
-    free_place();
+    free_for_peer(shared.free(warp));
     send(ds);
   }
 
@@ -446,7 +438,7 @@ struct WideBackwardDqConsumer {
     wait_for_message();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) ptx::load_shared_x4(ds[step], piece(step));
-    free_place();
+    free_for_peer(shared.free(warp));
     upper_ring.wait_full();
     issue_dq(ds, shared.upper());
   }
