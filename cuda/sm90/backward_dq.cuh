@@ -50,7 +50,6 @@
 #include "delta.cuh"
 #include "launch.h"
 #include "mask.cuh"
-#include "masking.cuh"
 #include "pairs.cuh"
 #include "params.h"
 #include "planes.cuh"
@@ -250,30 +249,11 @@ struct BackwardDqConsumer {
                                                 Config::kQChunkBytes, shared.sV(v.stage),
                                                 Config::kKvChunkBytes);
 
-    // ---- p = exp(q k^T - lse), and for the soft cap p (1 - tanh^2) ----
-    const int row0 = work.m_start + warp_row, column0 = work.keys.start(n);
-    const Pairs<false> pairs{arguments.params, arguments.pairs, work.batch, work.head};
-    PairBits<kBlockN / 8> visible[1]{}, kept[1]{};
-    if constexpr (Config::kPolicy.may_have_mask()) {
-      if (!work.keys.is_whole(n)) load_visible(visible, pairs, row0, column0);
-    }
-    if constexpr (Config::kPolicy.others) {
-      if (pairs.has_dropout()) draw_kept(kept, pairs, row0, column0);
-    }
+    // ---- p = exp(q k^T - lse) ----
+    const DqPairs<Config> pairs(arguments, work, n, work.m_start + warp_row);
     ptx::wgmma_wait<1>();
     ptx::keep_in_place(scores[0]);
-    if constexpr (Config::kPolicy.others) transform_scores(scores, pairs, logit, row0, column0);
-    for_each_accumulator(scores, [&](int, int h, int nt, int c) {
-      float& x = scores[0][nt][2 * h + c];
-      const float p = ptx::exp2_approx(fmaf(x, logit.scale_log2, -lse_log2[h]));
-      x = Config::kPolicy.others && logit.transform == LogitTransform::kSoftCap ? p * soft_cap_slope(x) : p;
-    });
-    if constexpr (Config::kPolicy.may_have_mask()) {
-      if (!work.mask.covers(row0, 16, column0, kBlockN)) fill_hidden(scores, work.mask, row0, column0, 0);
-      if (!work.keys.is_whole(n)) fill_unset(scores, visible, 0);
-    } else if (!work.blocks.is_whole(column0 / kBlockN)) {
-      fill_hidden(scores, work.mask, row0, column0, 0);
-    }
+    pairs.weigh(scores, logit, lse_log2);
 
     // ---- ds = p * (dout v^T - delta) ----
     ptx::wgmma_wait<0>();
@@ -282,16 +262,8 @@ struct BackwardDqConsumer {
     uint32_t operand[kBlockN / 16][4];
 #pragma unroll
     for (int nt = 0; nt < kBlockN / 8; ++nt) {
-      float (&tile)[4] = ds[0][nt];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (Config::kPolicy.others && pairs.has_dropout()) {
-          tile[i] = kept[0].test(nt, i) ? tile[i] * arguments.pairs.kept_factor : 0;
-        }
-        tile[i] = scores[0][nt][i] * (tile[i] - delta[i / 2]);
-        if constexpr (Config::kPlanes) tile[i] *= ds_factor[i / 2];
-      }
-      make_operand<Arithmetic>(tile, nt, operand);
+      pairs.make_ds(ds[0][nt], scores[0][nt], nt, delta, ds_factor);
+      make_operand<Arithmetic>(ds[0][nt], nt, operand);
     }
 
     // ---- dq += ds k ----

@@ -53,7 +53,6 @@
 #include "accumulator.cuh"
 #include "arithmetic.h"
 #include "mask.cuh"
-#include "masking.cuh"
 #include "pairs.cuh"
 #include "params.h"
 #include "ptx/barrier.h"
@@ -360,44 +359,18 @@ struct WideBackwardDqConsumer {
   // p = exp(s - lse), with the soft cap's factor 1 - tanh^2, and ds = p * (dp - delta), which leaves, too.
   __device__ __forceinline__ void weigh(int n, Scores& scores, Operand& ds) {
     expect(kTiles);
-    const LogitScale& logit = arguments.logit;
-    const int row0 = work.m_start + 16 * warp, column0 = work.keys.start(n);
-    const Pairs<false> pairs{arguments.params, arguments.pairs, work.batch, work.head};
-    PairBits<kTiles> visible[1]{}, kept[1]{};
-    if constexpr (kPolicy.may_have_mask()) {
-      if (!work.keys.is_whole(n)) load_visible(visible, pairs, row0, column0);
-    }
-    if constexpr (kPolicy.others) {
-      if (pairs.has_dropout()) draw_kept(kept, pairs, row0, column0);
-    }
+    const DqPairs<Config> pairs(arguments, work, n, work.m_start + 16 * warp);
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(scores[0]);
     upper_ring.release_by_warpgroup();
     upper_ring.advance();
-    if constexpr (kPolicy.others) transform_scores(scores, pairs, logit, row0, column0);
-    for_each_accumulator(scores, [&](int, int h, int nt, int c) {
-      float& x = scores[0][nt][2 * h + c];
-      const float p = ptx::exp2_approx(fmaf(x, logit.scale_log2, -lse_log2[h]));
-      x = kPolicy.others && logit.transform == LogitTransform::kSoftCap ? p * soft_cap_slope(x) : p;
-    });
-    if constexpr (kPolicy.may_have_mask()) {
-      if (!work.mask.covers(row0, 16, column0, kBlockN)) fill_hidden(scores, work.mask, row0, column0, 0);
-      if (!work.keys.is_whole(n)) fill_unset(scores, visible, 0);
-    } else if (!work.blocks.is_whole(column0 / kBlockN)) {
-      fill_hidden(scores, work.mask, row0, column0, 0);
-    }
+    pairs.weigh(scores, arguments.logit, lse_log2);
     wait_for_message();
 #pragma unroll
     for (int nt = 0; nt < kTiles; ++nt) {
       float dp[4];
       ptx::load_shared_x4(dp, piece(nt));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (kPolicy.others && pairs.has_dropout()) {
-          dp[i] = kept[0].test(nt, i) ? dp[i] * arguments.pairs.kept_factor : 0;
-        }
-        dp[i] = scores[0][nt][i] * (dp[i] - delta[i / 2]);
-      }
+      pairs.make_ds(dp, scores[0][nt], nt, delta);
       make_operand<Arithmetic>(dp, nt, ds);
     }
     free_for_peer(shared.free(warp));
