@@ -34,8 +34,8 @@ __device__ __forceinline__ void wait_for_cluster() {
 // A warp's messages to the same warp of the other block consist of pieces: of each lane 16 bytes.
 inline constexpr int kPieceBytes = 32 * 16;
 
-// Sends pieces to the places that begin at `place` in this block, this lane's, and counts them on `barrier`,
-// likewise.
+// Sends this lane's pieces to the other block, where the first goes to what lies at `place` in this one, and
+// counts them there, on what is `barrier` here.
 template <class Piece, int kPieces>
 __device__ __forceinline__ void send_to_peer(const Piece (&pieces)[kPieces][4], uint32_t place,
                                              uint32_t barrier) {
