@@ -67,4 +67,12 @@ __device__ __forceinline__ Number row_sum(Number value) {
   return sum_lanes<4>(value);
 }
 
+// Adds the values of the lanes that share a column.
+template <class Number>
+__device__ __forceinline__ Number column_sum(Number value) {
+#pragma unroll
+  for (int offset = 4; offset < 32; offset *= 2) value += __shfl_xor_sync(0xffffffff, value, offset);
+  return value;
+}
+
 }  // namespace jax_flash::cuda

@@ -121,8 +121,16 @@ __device__ __forceinline__ void store_bias_sum(const BackwardParams& params, int
   }
 }
 
+// What write_bias_sums needs for a tile of which a warp has so many rows and columns: sums of a warp's rows,
+// or of its columns.
+template <class Sum>
+constexpr int bias_sums_bytes(int block_m, int block_n, int warp_rows, int warp_columns) {
+  const int of_rows = block_m / warp_rows * block_n, of_columns = block_m * (block_n / warp_columns);
+  return (of_rows > of_columns ? of_rows : of_columns) * static_cast<int>(sizeof(Sum));
+}
+
 // Writes a tile's sums, of which a warp holds those from (row, column) of the tile on. By a block of
-// kThreads, whose shared memory, of kBlockM * kBlockN sums, may be overwritten once all threads are here.
+// kThreads, whose shared memory, of bias_sums_bytes, may be overwritten once all threads are here.
 template <int kThreads, class Sum, int kBlockM, int kBlockN, int kMTiles, int kNTiles>
 __device__ __forceinline__ void write_bias_sums(const BiasSumsTile<kBlockM, kBlockN>& tile,
                                                 const Sum (&sums)[kMTiles][kNTiles][4], int row, int column,
@@ -143,29 +151,64 @@ __device__ __forceinline__ void write_bias_sums(const BiasSumsTile<kBlockM, kBlo
     return;
   }
 
-  // ---- Or those of blocks of queries, of keys or of both, by one warp for each block ----
+  // ---- Or those of blocks of queries, of keys or of both: first of each warp's rows, columns or both ----
+  constexpr int kRows = 16 * kMTiles, kColumns = 8 * kNTiles;
+  static_assert(kVisibilityBlock % kRows == 0 && kVisibilityBlock % kColumns == 0);
+  const int warp_rows = sum_rows > 1 ? kRows : 1, warp_keys = sum_keys > 1 ? kColumns : 1;
+  const int pitch = kBlockN / warp_keys;
   __syncthreads();
-  Sum* sSums = static_cast<Sum*>(shared);  // [kBlockM, kBlockN]
-  for_each_accumulator(sums, [&](int mt, int h, int nt, int c) {
-    sSums[(row + accumulator_row(mt, h)) * kBlockN + column + accumulator_column(nt, c)] =
-        sums[mt][nt][2 * h + c];
-  });
+  Sum* const sSums = static_cast<Sum*>(shared);  // [kBlockM / warp_rows, kBlockN / warp_keys]
+  const auto keep = [&](int r, int c, Sum sum) {
+    sSums[(row + r) / warp_rows * pitch + (column + c) / warp_keys] = sum;
+  };
+  if (sum_keys > 1) {
+    Sum all = 0;
+#pragma unroll
+    for (int mt = 0; mt < kMTiles; ++mt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        Sum of_row = 0;
+#pragma unroll
+        for (int nt = 0; nt < kNTiles; ++nt) of_row += sums[mt][nt][2 * h] + sums[mt][nt][2 * h + 1];
+        all += of_row;
+        of_row = row_sum(of_row);
+        if (sum_rows == 1 && lane_id() % 4 == 0) keep(accumulator_row(mt, h), 0, of_row);
+      }
+    }
+    if (sum_rows > 1) {
+      all = sum_lanes<32>(all);
+      if (lane_id() == 0) keep(0, 0, all);
+    }
+  } else {
+#pragma unroll
+    for (int nt = 0; nt < kNTiles; ++nt) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        Sum of_column = 0;
+#pragma unroll
+        for (int mt = 0; mt < kMTiles; ++mt) of_column += sums[mt][nt][c] + sums[mt][nt][2 + c];
+        of_column = column_sum(of_column);
+        if (lane_id() < 4) keep(0, accumulator_column(nt, c), of_column);
+      }
+    }
+  }
   __syncthreads();
+
+  // ---- Then of a block's warps ----
   const int rows_out = (seqlen_q + sum_rows - 1) / sum_rows, keys_out = (seqlen_kv + sum_keys - 1) / sum_keys;
   Sum* gSums = static_cast<Sum*>(params.dbias) + tile.index * rows_out * keys_out;
   const int own_rows = (tile.m_end - tile.m_start + sum_rows - 1) / sum_rows,
             own_keys = (tile.n_end - tile.n_start + sum_keys - 1) / sum_keys;
-  for (int i = threadIdx.x / 32; i < own_rows * own_keys; i += kThreads / 32) {
+  const int rows_of_sum = sum_rows / warp_rows, keys_of_sum = sum_keys / warp_keys;
+  for (int i = threadIdx.x; i < own_rows * own_keys; i += kThreads) {
     const int own_row = i / own_keys, own_key = i - own_row * own_keys;
     Sum sum = 0;
-    for (int j = lane_id(); j < sum_rows * sum_keys; j += 32) {
-      const int r = own_row * sum_rows + j / sum_keys, c = own_key * sum_keys + j % sum_keys;
-      sum += sSums[r * kBlockN + c];
+    for (int r = 0; r < rows_of_sum; ++r) {
+      for (int c = 0; c < keys_of_sum; ++c) {
+        sum += sSums[(own_row * rows_of_sum + r) * pitch + own_key * keys_of_sum + c];
+      }
     }
-    sum = sum_lanes<32>(sum);
-    if (lane_id() == 0) {
-      gSums[int64_t{tile.m_start / sum_rows + own_row} * keys_out + tile.n_start / sum_keys + own_key] = sum;
-    }
+    gSums[int64_t{tile.m_start / sum_rows + own_row} * keys_out + tile.n_start / sum_keys + own_key] = sum;
   }
 }
 

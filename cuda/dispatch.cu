@@ -165,25 +165,25 @@ Status try_backward(const BackwardParams& params, const Context& context) {
   return try_kernels(Direction::backward_dq, params, context);
 }
 
-Status try_hopper(Direction direction, const AttentionParams& params, Context context) {
+template <class Params>
+Status try_hopper(const Params& params, Context context, Status (*run)(const Params&, const Context&)) {
   if (context.only_arch == "sm80") return Status::not_served();
   context.only_arch = "sm90";
-  return try_kernels(direction, params, context);
+  return run(params, context);
 }
 
 // Runs Hopper's kernels on the planes of float32, then the portable ones, which compute the key heads that
 // planes do not hold.
 template <class Params>
 Status try_planes(Params params, const Context& context, Status (*run)(const Params&, const Context&)) {
-  if (!params.planes || context.only_arch == "sm80") return Status::not_served();
-  Context only = context;
-  only.only_arch = "sm90";
-  if (const Status status = run(params, only); status.failed()) return status;
-  only.only_arch = "sm80";
-  only.is_behind = true;
+  if (!params.planes) return Status::not_served();
+  if (const Status status = try_hopper(params, context, run); status.failed()) return status;
+  Context behind = context;
+  behind.only_arch = "sm80";
+  behind.is_behind = true;
   // Sums of dq in memory would have to begin with 0.
   if constexpr (std::is_same_v<Params, BackwardParams>) params.leaves_dq = true;
-  return run(params, only);
+  return run(params, behind);
 }
 
 template <class Params>
@@ -229,8 +229,8 @@ std::string compute_backward(const BackwardParams& params, const Context& contex
   BackwardParams own = without_planes(params);
   if (own.options.deterministic && !own.leaves_dq) {
     // Only Hopper's kernel sums dq in memory in a fixed order, and not with a mask or segments.
-    const Status status = try_hopper(Direction::backward, own, context);
-    if (status.is_served()) return describe(status.error());
+    if (const Status status = try_hopper(own, context, try_backward); status.is_served())
+      return describe(status.error());
     own.leaves_dq = true;
   }
   if (std::string message = run_backward_kernels(own, context); !message.empty()) return message;
@@ -312,8 +312,8 @@ std::string run(const AttentionParams& params, cudaStream_t stream, int device, 
 std::string run_forward(const ForwardParams& params, cudaStream_t stream, int device) {
   return run(params, stream, device, [&](const Context& context) -> std::string {
     if (sm90::takes_few_queries(params)) {
-      const Status status = try_hopper(Direction::forward, params, context);
-      if (status.is_served()) return describe(status.error());
+      if (const Status status = try_hopper(params, context, try_forward); status.is_served())
+        return describe(status.error());
     }
     if (params.num_key_parts > 0) {
       const Status status = try_kernels(Direction::decode, params, context);
@@ -332,8 +332,8 @@ std::string run_forward(const ForwardParams& params, cudaStream_t stream, int de
 std::string run_backward(const BackwardParams& params, cudaStream_t stream, int device) {
   return run(params, stream, device, [&](const Context& context) -> std::string {
     if (!params.ds) return compute_backward(params, context);
-    const Status status = try_hopper(Direction::backward, params, context);
-    if (status.is_served()) return describe(status.error());
+    if (const Status status = try_hopper(params, context, try_backward); status.is_served())
+      return describe(status.error());
     // No other kernel writes ds: they are sums of one batch element and one head each.
     BackwardParams of_bias = params, without = params;
     of_bias.dbias = params.ds;

@@ -32,11 +32,11 @@
 namespace jax_flash::cuda {
 
 // Turns the scores of rows row0.. and columns column0.. into logits / scale_log2. Hides nothing.
-// `bias_is_added`: add_staged_bias has been called.
-template <class Number, class Pairs, int kNTiles>
+// `bias_is_added`: add_staged_bias has been called. `add_bias` adds any other.
+template <class Number, class Pairs, int kNTiles, class AddBias>
 __device__ __forceinline__ void transform_scores(Number (&scores)[kNTiles][4], const Pairs& pairs,
                                                  bool bias_is_added, const LogitScaleOf<Number>& logit,
-                                                 int row0, int column0) {
+                                                 int row0, int column0, const AddBias& add_bias) {
   if (logit.transform == LogitTransform::kNone) return;
   auto for_each = [&](auto f) {
 #pragma unroll
@@ -48,7 +48,7 @@ __device__ __forceinline__ void transform_scores(Number (&scores)[kNTiles][4], c
   // Not as part of the multiplier, which would take a register from every loop.
   if (pairs.params.scale_factor) for_each([&](Number& x) { x *= pairs.head.scale_factor; });
   if (!bias_is_added && pairs.options.bias_format != BiasFormat::kNone) {
-    add_bias(scores, pairs, logit, row0, column0);
+    add_bias();
   } else if (pairs.options.has_alibi) {
     add_alibi(scores, pairs, logit, row0, column0);
   } else if (!bias_is_added) {
@@ -57,6 +57,23 @@ __device__ __forceinline__ void transform_scores(Number (&scores)[kNTiles][4], c
   if (logit.transform == LogitTransform::kSoftCap) {
     for_each([&](Number& x) { x = soft_cap(x, logit); });
   }
+}
+
+template <class Number, class Pairs, int kNTiles>
+__device__ __forceinline__ void transform_scores(Number (&scores)[kNTiles][4], const Pairs& pairs,
+                                                 bool bias_is_added, const LogitScaleOf<Number>& logit,
+                                                 int row0, int column0) {
+  transform_scores(scores, pairs, bias_is_added, logit, row0, column0,
+                   [&] { add_bias(scores, pairs, logit, row0, column0); });
+}
+
+// With a bias that has been read.
+template <class Pairs, int kNTiles>
+__device__ __forceinline__ void transform_scores(float (&scores)[kNTiles][4], const Pairs& pairs,
+                                                 bool bias_is_added, const LogitScale& logit, int row0,
+                                                 int column0, const BiasAhead<kNTiles>& bias) {
+  transform_scores(scores, pairs, bias_is_added, logit, row0, column0,
+                   [&] { bias.add_to(scores, pairs, logit); });
 }
 
 // The same for all of a warp's rows, with no bias added yet.

@@ -267,7 +267,7 @@ constexpr ForwardTile split_forward_tile(int head_dim, bool is_wide) {
 constexpr bool split_is_wide(int64_t rows) { return (rows + 255) / 256 * 256 <= rows + rows / 8; }
 
 // Is there room in shared memory to stage a bias, 2 KB a warp?
-constexpr bool forward_stages_bias(int head_dim) { return head_dim <= 192; }
+constexpr bool forward_stages_bias(int head_dim) { return head_dim <= 256; }
 
 // With anything but a scale between scores and softmax: blocks of 64 keys, as in lists of visible blocks, and
 // room for the bias where forward_stages_bias.
@@ -275,7 +275,8 @@ constexpr ForwardTile general_forward_tile(int head_dim) {
   if (head_dim <= 32) return {3, 64, 4, 2, 32, true};  // 92 KB
   if (head_dim <= 64) return {3, 64, 4, 2, 64, true};  // 160 KB
   if (head_dim <= 128) return {3, 64, 3, 2, 0, true};  // 216 KB
-  return forward_tile(head_dim, false);
+  if (head_dim <= 192) return {2, 64, 2, 2, 0, true};  // 208 KB
+  return {2, 64, 2, 1, 0, true};                       // 208 KB, above head dim 256 224 KB
 }
 
 // For two planes of each array: twice the shared memory, the sums of a block beside out, and probabilities in
@@ -324,6 +325,10 @@ inline constexpr BackwardTile kFineBackwardTile = {64, 1, 1};  // 129, 225 KB
 // take. Above 256 there are no registers for it. (jax_flash/_kernel_choice.py relies on this: it then gives
 // no memory for sums of dq.)
 constexpr bool backward_is_split(int head_dim) { return head_dim > 128; }
+
+// May that kernel keep ds? In 16 bits; up to head dim 128 the other one has it for dq. Above 256 neither
+// does.
+constexpr bool dq_kernel_may_keep_ds(int head_dim) { return backward_is_split(head_dim) && head_dim <= 256; }
 
 struct BackwardDqTile {
   int block_n;  // key rows

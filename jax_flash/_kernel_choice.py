@@ -189,19 +189,22 @@ def keeps_ds(q, k, v, dbias, options: AttentionOptions, *, hides_pairs: bool, ha
     is_small = ds_bytes <= _MOST_DS_BYTES and ds_bytes <= _MOST_DS_OF_A_SUM * dbias_bytes
     head_dim = _hopper_head_dim("backward", q, v)
     return (
-        (64 if ds_bytes > dbias_bytes else 0) < head_dim <= 128
+        (64 if ds_bytes > dbias_bytes else 0) < head_dim <= 256
         and q.dtype.itemsize == 2
         and S % 8 == 0  # TMA's unit
         and is_small
         and (options.reach == (-1, -1) or (options.reach == (-1, 0) and not has_offset))
         and not hides_pairs
-        and sums_dq(
-            q,
-            k,
-            v,
-            num_head_parts=num_head_parts(q, k, v, options.is_causal),
-            is_deterministic=options.deterministic,
-            hides_pairs=hides_pairs,
+        and (
+            head_dim > 128  # the kernel for dq writes it
+            or sums_dq(
+                q,
+                k,
+                v,
+                num_head_parts=num_head_parts(q, k, v, options.is_causal),
+                is_deterministic=options.deterministic,
+                hides_pairs=hides_pairs,
+            )
         )
     )
 

@@ -756,6 +756,37 @@ CASES = [
     case("one block of keys, causal", t=111, s=111, h=128, is_causal=True),
     case("one block of keys, deterministic", t=300, s=77, h=40, deterministic=True),
     case("bias of all, even numbers of keys", t=67, s=134, bias=Bias("BNTS", dtype="float32")),
+    # On Hopper the kernel for dq keeps ds; a bias is staged forward, and read ahead of the scores backward.
+    case("bias of pairs, head dim 256", t=200, s=264, n=4, k=2, h=256, bias=Bias("1NTS")),
+    case(
+        "bias of pairs, head dim 192, options",
+        t=150,
+        s=216,
+        n=4,
+        k=2,
+        h=192,
+        hv=128,
+        bias=Bias("1NTS"),
+        logits_soft_cap=3.0,
+        query_seq_lengths=(150, 101),
+        key_value_seq_lengths=(190, 211),
+        dropout_rate=0.1,
+        dropout_seed=3,
+    ),
+    case(
+        "bias of pairs, head dim 192, causal",
+        t=204,
+        s=216,
+        n=2,
+        k=2,
+        h=192,
+        bias=Bias("BNTS"),
+        is_causal=True,
+    ),
+    case("bias, head dim 160, odd number of keys", t=150, s=133, n=4, k=2, h=160, bias=Bias("BNTS")),
+    # In float32 enough keys for planes, whose bias is read ahead, too.
+    case("tiles, bias, head dim 64", batch=1, t=530, s=517, n=4, k=2, bias=Bias("1NTS", dtype="float32")),
+    case("tiles, bias, head dim 32", batch=1, t=300, s=392, n=4, h=32, bias=Bias("BNTS"), is_causal=True),
 ]
 
 # Each option as it appears in the table of pairs of options, for 99 queries and 133 keys.

@@ -238,12 +238,12 @@ def test_sums_of_gradients_of_logits(hiding, dtype, shape):
     ("is_causal", "num_rows", "num_keys"),
     [(False, 200, 200), (True, 200, 200), (True, 136, 304), (True, 400, 136)],
 )
-@pytest.mark.parametrize("head_dim", [32, 128])
+@pytest.mark.parametrize("head_dim", [32, 128, 256])
 @pytest.mark.parametrize("portable", [False, True])
 def test_one_kernel_computes_all_gradients(
     portable, head_dim, is_causal, num_rows, num_keys, platform, monkeypatch
 ):
-    """On Hopper it keeps the gradients of the logits; where other kernels run, these compute them in a second pass."""
+    """On Hopper it, or that for dq, keeps the gradients of the logits; other kernels compute them in a second pass."""
     q, k, v, dout = (
         random(2, length, 2, head_dim, seed=i, dtype=DTYPES["bfloat16"])
         for i, length in enumerate((num_rows, num_keys, num_keys, num_rows))
@@ -263,7 +263,10 @@ def test_one_kernel_computes_all_gradients(
 
     monkeypatch.setattr(_kernel_choice, "keeps_ds", record)
     on_cpu = platform == "cpu"
-    with contextlib.nullcontext() if on_cpu else harness.cuda_settings(kernels="sm80" if portable else ""):
+    kernels = (
+        "sm80" if portable else "sm90" if harness.is_hopper() else ""
+    )  # so that no second pass takes over
+    with contextlib.nullcontext() if on_cpu else harness.cuda_settings(kernels=kernels):
         got = jax.block_until_ready(jax.jit(gradients)(q, k, v, bias))
     assert kept == ([] if on_cpu else [harness.is_hopper()])
     monkeypatch.setattr(_kernel_choice, "keeps_ds", lambda *args, **named: False)

@@ -204,7 +204,9 @@ def test_parts_of_the_sum_over_the_batch(q, num_keys, dbias, parts):
         ((4, 4096, 16, 72), 4096, (1, 16), {}, True),
         ((4, 4096, 16, 64), 4096, (1, 16), {}, False),  # to sum takes as long as another pass
         ((4, 4096, 16, 64), 4096, (4, 16), {}, True),  # nothing to sum
-        ((4, 4096, 16, 136), 4096, (4, 16), {}, False),
+        ((4, 4096, 16, 136), 4096, (1, 16), {}, True),
+        ((4, 4096, 16, 136), 4096, (1, 16), dict(deterministic=True), True),
+        ((4, 4096, 16, 264), 4096, (4, 16), {}, False),  # there is no room for it
         ((4, 300, 16, 128), 301, (1, 16), {}, False),  # rows of 602 bytes
         ((8, 512, 4, 128), 512, (1, 4), {}, True),
         ((9, 512, 4, 128), 512, (1, 4), {}, False),  # 9 times the bias's size
@@ -225,7 +227,7 @@ def test_parts_of_the_sum_over_the_batch(q, num_keys, dbias, parts):
 )
 def test_gradients_of_logits_are_kept(q, num_keys, dbias, options, keeps, monkeypatch):
     set_local_gpus(monkeypatch, "9.0")
-    kernels = [f"backward sm90 bfloat16 {size}" for size in (64, 96, 128, 192)]
+    kernels = [f"backward sm90 bfloat16 {size}" for size in (64, 96, 128, 192, 256, 512)]
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
     q, k, dbias = (
         jax.core.ShapedArray(shape, jnp.bfloat16)

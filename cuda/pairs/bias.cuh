@@ -173,15 +173,19 @@ __device__ __forceinline__ void for_each_two_biases(const Pairs& pairs, int row0
   }
 }
 
+// A bias of 16 bits, of which the lower ones count, as float32.
+template <class Pairs>
+__device__ __forceinline__ float bias_from_16_bits(const Pairs& pairs, uint32_t bits) {
+  return pairs.options.is_half ? __half2float(__ushort_as_half(static_cast<uint16_t>(bits)))
+                               : __uint_as_float(bits << 16);
+}
+
 // x = score * multiplier + bias * bias_multiplier, for rows row0.. and columns column0...
 template <class Number, int kNTiles, class Pairs>
 __device__ __forceinline__ void add_bias(Number (&scores)[kNTiles][4], const Pairs& pairs,
                                          const LogitScaleOf<Number>& logit, int row0, int column0) {
   auto add = [&](Number& x, Number bias) { x = fma(x, logit.multiplier, bias * logit.bias_multiplier); };
-  auto from_16_bits = [&](uint32_t bits) {  // of which the lower 16 count
-    return pairs.options.is_half ? __half2float(__ushort_as_half(static_cast<uint16_t>(bits)))
-                                 : __uint_as_float(bits << 16);
-  };
+  auto from_16_bits = [&](uint32_t bits) { return bias_from_16_bits(pairs, bits); };
   if constexpr (std::is_same_v<Number, double>) {
     if (pairs.options.bias_format == BiasFormat::kOne64Bit) {
       for_each_bias<double, kNTiles>(pairs, row0, column0,
@@ -202,5 +206,50 @@ __device__ __forceinline__ void add_bias(Number (&scores)[kNTiles][4], const Pai
     });
   }
 }
+
+// The same of a bias that is read before the scores are there, by a kernel with registers for it.
+template <int kNTiles>
+struct BiasAhead {
+  uint32_t bits[kNTiles][4];  // as they lie in memory, two neighbors of 16 bits in one
+
+  template <class Pairs>
+  __device__ __forceinline__ void read(const Pairs& pairs, int row0, int column0) {
+    const auto keep = [&](int nt, int i, uint32_t x) { bits[nt][i] = x; };
+    if (pairs.options.bias_format == BiasFormat::kOne32Bit) {
+      for_each_bias<uint32_t, kNTiles>(pairs, row0, column0, keep);
+    } else if (!has_neighbors(pairs)) {
+      for_each_bias<uint16_t, kNTiles>(pairs, row0, column0, keep);
+    } else {
+      for_each_two_biases<kNTiles>(pairs, row0, column0, keep);
+    }
+  }
+
+  template <class Pairs>
+  __device__ __forceinline__ void add_to(float (&scores)[kNTiles][4], const Pairs& pairs,
+                                         const LogitScale& logit) const {
+    const auto add = [&](auto bias_of) {
+#pragma unroll
+      for (int nt = 0; nt < kNTiles; ++nt) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          scores[nt][i] = fmaf(scores[nt][i], logit.multiplier, bias_of(nt, i) * logit.bias_multiplier);
+        }
+      }
+    };
+    if (pairs.options.bias_format == BiasFormat::kOne32Bit) {
+      add([&](int nt, int i) { return __uint_as_float(bits[nt][i]); });
+    } else if (!has_neighbors(pairs)) {
+      add([&](int nt, int i) { return bias_from_16_bits(pairs, bits[nt][i]); });
+    } else {
+      add([&](int nt, int i) { return bias_from_16_bits(pairs, bits[nt][i / 2 * 2] >> 16 * (i % 2)); });
+    }
+  }
+
+ private:
+  template <class Pairs>
+  __device__ static __forceinline__ bool has_neighbors(const Pairs& pairs) {
+    return !Pairs::kTransposed && pairs.options.bias_format != BiasFormat::kOne16Bit;
+  }
+};
 
 }  // namespace jax_flash::cuda

@@ -6,7 +6,6 @@
 // q k^T, then for dout v^T. So one kernel serves every head dim.
 #pragma once
 
-#include <algorithm>
 #include <type_traits>
 
 #include "arithmetic.h"
@@ -43,9 +42,9 @@ struct BackwardBiasConfig {
   using QTile = SharedTile<Arithmetic, kBlockM, kPiece>;
   using KvTile = SharedTile<Arithmetic, kBlockN, kPiece>;
   static constexpr int kStages = 2, kStageBytes = QTile::kBytes + KvTile::kBytes;
+  static constexpr int kSharedBytes = kStages * kStageBytes;
   // Sums that are to be added up further take the place of the pieces, at the end.
-  static constexpr int kSharedBytes =
-      std::max(kStages * kStageBytes, kBlockM * kBlockN * int{sizeof(typename Arithmetic::Sum)});
+  static_assert(bias_sums_bytes<typename Arithmetic::Sum>(kBlockM, kBlockN, kRows, kColumns) <= kSharedBytes);
 };
 
 template <class Arithmetic, class Config = BackwardBiasConfig<Arithmetic>>

@@ -18,8 +18,9 @@ struct ShortBackwardBiasConfig : ShortGradientsConfig<Arithmetic, kHeadDim, kAny
   using Base = ShortGradientsConfig<Arithmetic, kHeadDim, kAnyPairsUnstaged>;
   static constexpr int kStageBytes = 4 * Base::Tile::kBytes;
   static constexpr int kSharedBytes = 2 * kStageBytes;
-  static_assert(kSharedBytes >= Base::kRows * Base::kRows * 4,
-                "at the end, sums that are to be added up further take the place of the tiles");
+  // Sums that are to be added up further take the place of the tiles, at the end.
+  static_assert(bias_sums_bytes<float>(Base::kRows, Base::kRows, Base::kWarpRows, Base::kRows) <=
+                kSharedBytes);
 };
 
 template <class Config>

@@ -548,6 +548,10 @@ struct BackwardConsumer {
   using Arithmetic = typename Config::Arithmetic;
   static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   static constexpr int kQueries = Config::kQueries, kTiles = kQueries / 8, kSteps = kQueries / 16;
+  // Is a bias that is not staged, such as one in float32, read while its scores are formed? Elsewhere there
+  // are no registers for it.
+  static constexpr bool kReadsBiasAhead =
+      kIsGeneral && (kHeadDim > 128 || (Config::kPlanes && kHeadDim <= 64));
   static constexpr bool kByKeys = Config::kByKeys;
   using Scores = float[1][kTiles][4];   // [64 keys, kQueries]
   using Operand = uint32_t[kSteps][4];  // the same in 16 bits
@@ -823,10 +827,20 @@ struct BackwardConsumer {
     if constexpr (kPolicy.others) {
       if (pairs.has_dropout()) draw_kept(kept, pairs, row0, column0);
     }
+    BiasAhead<kTiles> bias;
+    if constexpr (kReadsBiasAhead) {
+      if (arguments.pairs.bias_format != BiasFormat::kNone && !has_staged_bias()) {
+        bias.read(pairs, row0, column0);
+      }
+    }
     ptx::wgmma_wait<Config::kIssuesDsLate ? 0 : 1>();
     ptx::keep_in_place(scores[0]);
     take_bias(work, pairs, next_m_start, scores);
-    transform_scores(scores[0], pairs, has_staged_bias(), logit, row0, column0);
+    if constexpr (kReadsBiasAhead) {
+      transform_scores(scores[0], pairs, has_staged_bias(), logit, row0, column0, bias);
+    } else {
+      transform_scores(scores[0], pairs, has_staged_bias(), logit, row0, column0);
+    }
     if (Config::kIssuesDsLate) issue_ds();
     ptx::wgmma_wait<0>();
     ptx::keep_in_place(ds[0]);
@@ -1216,7 +1230,8 @@ Status backward_by_warpgroups(const BackwardParams& params, const LaunchContext&
     return Status::not_served();
   if (kPlanes && !params.planes) return Status::not_served();
   const bool with_dq = !backward_is_split(kHeadDim) && !params.leaves_dq;
-  if (params.ds && (!with_dq || !may_keep_ds(params))) return Status::not_served();
+  if (params.ds && (!(with_dq || dq_kernel_may_keep_ds(kHeadDim)) || !may_keep_ds(params)))
+    return Status::not_served();
   // Lists do not say how many tiles add to a block of queries, and nobody clears the turns of planes.
   if (with_dq && turns(params) && (kPlanes || params.hides_pairs())) return Status::not_served();
   auto launch_form = [&]<bool kWithDq>() {

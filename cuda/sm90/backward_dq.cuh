@@ -91,6 +91,7 @@ struct BackwardDqConfig {
   static constexpr int kBlockM = 64 * kConsumers, kBlockN = kTile.block_n, kStages = kTile.stages;
   using Keys = BlockList<kPolicy.may_have_mask(), /*kOfQueries=*/true, kBlockM, kBlockN>;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static constexpr bool kMayKeepDs = dq_kernel_may_keep_ds(kHeadDim) && !kPlanes && kPolicy.is_general();
 
   // Shared memory: tiles of kChunks times [rows, kRowColumns] elements, swizzled.
   static constexpr int kRowColumns = chunk_columns(kHeadDim), kRowBytes = 2 * kRowColumns;
@@ -265,6 +266,9 @@ struct BackwardDqConsumer {
       pairs.make_ds(ds[0][nt], scores[0][nt], nt, delta, ds_factor);
       make_operand<Arithmetic>(ds[0][nt], nt, operand);
     }
+    if constexpr (Config::kMayKeepDs) {
+      if (arguments.params.ds) keep_ds(operand, pairs.column0);
+    }
 
     // ---- dq += ds k ----
     issue_sum<Arithmetic, Config::kRowBytes>(dq, operand, shared.sK(k.stage), Config::kKvChunkBytes);
@@ -272,6 +276,25 @@ struct BackwardDqConsumer {
     ptx::keep_in_place(dq[0]);
     k.release_by_warpgroup();
     k_ring.advance();
+  }
+
+  // Writes ds to [B, N, T, S]: a quad of lanes 16 bytes of a row at a time.
+  __device__ __forceinline__ void keep_ds(const uint32_t (&ds)[kBlockN / 16][4], int column0) const {
+    const BackwardParams& params = arguments.params;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = work.m_start + warp_row + accumulator_row(0, h);
+      if (row >= work.seqlen_q) continue;
+      const int64_t index = (int64_t{work.batch} * params.num_heads + work.head) * work.seqlen_q + row;
+      auto* const to = static_cast<uint16_t*>(params.ds) + index * work.seqlen_kv;
+#pragma unroll
+      for (int nt = 0; nt < kBlockN / 8; ++nt) {
+        const int column = column0 + accumulator_column(nt, 0);
+        if (column < work.seqlen_kv) {
+          *reinterpret_cast<uint32_t*>(to + column) = ds[nt / 2][nt % 2 * 2 + h];
+        }
+      }
+    }
   }
 
   // ---- Write dq, by way of the place of q; fully masked rows get zeros ----
@@ -378,6 +401,7 @@ Status backward_dq_by_warpgroups(const BackwardParams& params, const LaunchConte
   if (!is_served(params, context) || params.head_dim_v > backward_head_dim_v(kHeadDim))
     return Status::not_served();
   if (!kIs16Bit<Arithmetic> && !params.planes) return Status::not_served();
+  if (params.ds && !dq_kernel_may_keep_ds(kHeadDim)) return Status::not_served();
   return is_general(params)
              ? launch_backward_dq<BackwardDqConfigOf<Arithmetic, kHeadDim, kAnyPairsUnstaged>>(params,
                                                                                                context)

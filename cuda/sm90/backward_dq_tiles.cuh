@@ -66,6 +66,7 @@ struct DqPairs {
   int n, row0, column0;  // block n
   Pairs<false> pairs{arguments.params, arguments.pairs, work.batch, work.head};
   PairBits<kTiles> visible[1]{}, kept[1]{};
+  BiasAhead<kTiles> bias{};
 
   __device__ __forceinline__ DqPairs(const BackwardDqArguments& arguments, const BackwardDqWork<Config>& work,
                                      int n, int row0)
@@ -75,13 +76,16 @@ struct DqPairs {
     }
     if constexpr (kPolicy.others) {
       if (pairs.has_dropout()) draw_kept(kept, pairs, row0, column0);
+      if (arguments.pairs.bias_format != BiasFormat::kNone) bias.read(pairs, row0, column0);
     }
   }
 
   // From scores to p = exp(s - lse), for the soft cap p (1 - tanh^2).
   __device__ __forceinline__ void weigh(float (&scores)[1][kTiles][4], const LogitScale& logit,
                                         const float (&lse_log2)[2]) const {
-    if constexpr (kPolicy.others) transform_scores(scores, pairs, logit, row0, column0);
+    if constexpr (kPolicy.others) {
+      transform_scores(scores[0], pairs, /*bias_is_added=*/false, logit, row0, column0, bias);
+    }
     for_each_accumulator(scores, [&](int, int h, int nt, int c) {
       float& x = scores[0][nt][2 * h + c];
       const float p = ptx::exp2_approx(fmaf(x, logit.scale_log2, -lse_log2[h]));

@@ -445,6 +445,10 @@ struct ForwardConsumer {
   // block kept? In the loop for masks alone, where registers are left.
   static constexpr bool kReadsMaskAhead = kPolicy.mask == Presence::kAlways && kHeadDim <= 128 && !kIsFine;
 
+  // Is a bias that is not staged, such as one in float32, read while its scores are formed? Elsewhere there
+  // are no registers for it.
+  static constexpr bool kReadsBiasAhead = kPolicy.others && Config::kPlanes && kHeadDim <= 64;
+
   // May the last block of keys have few that count?
   static constexpr bool kMayBeNarrow = !kPolicy.is_general() && !Config::kIsSplit;
   static constexpr int kNarrowTiles = 2;
@@ -453,6 +457,7 @@ struct ForwardConsumer {
   struct {
     ListEntry entry;
     PairBits<kBlockN / 8> visible[1];
+    BiasAhead<kBlockN / 8> bias;  // if kReadsBiasAhead
     // Read ahead, if kReadsMaskAhead: the next block's.
     ListEntry next_entry;
     MaskWords<kBlockN / 8> next_words;
@@ -662,6 +667,11 @@ struct ForwardConsumer {
       block.entry = is_listed() ? tile().keys.entry(n) : ListEntry::whole(n);
       if (!block.entry.is_whole(consumer)) load_visible(block.visible, pairs(), row0(), first_key(n));
     }
+    if constexpr (kReadsBiasAhead) {
+      if (arguments.pairs.bias_format != BiasFormat::kNone && !has_staged_bias()) {
+        block.bias.read(pairs(), row0(), first_key(n));
+      }
+    }
   }
 
   // Of block n, after prepare_pairs(n).
@@ -680,7 +690,9 @@ struct ForwardConsumer {
         if (n > blocks.begin) start_bias(n - 1);
       }
     }
-    if constexpr (kPolicy.others) {
+    if constexpr (kReadsBiasAhead) {
+      transform_scores(scores[0], pairs(), has_staged_bias(), logit, row0(), first_key(n), block.bias);
+    } else if constexpr (kPolicy.others) {
       transform_scores(scores[0], pairs(), has_staged_bias(), logit, row0(), first_key(n));
     }
     if constexpr (kPolicy.may_have_mask()) {
