@@ -609,26 +609,22 @@ def measure_accuracy(shape: Shape, programs: dict[str, jax.stages.Compiled | Exc
     draw = measure.DISTRIBUTIONS[shape.option]
     size = (4, shape.batch, shape.seq_len, shape.num_heads, shape.head_dim)
     of_draws: dict[str, list[measure.Json]] = {name: [] for name in programs}
-    failed: dict[str, measure.Json] = {}
+    results: dict[str, measure.Json] = {}
     for seed in range(DRAWS):
         operands = tuple(draw(jax.random.key(seed), size).astype(shape.dtype))
         expected = plain_reference(shape, *operands)
-        for name, program in programs.items():
+        for name in of_draws.keys() - results.keys():
             try:
-                got = jax.block_until_ready(usable(program)(*operands))
+                got = jax.block_until_ready(usable(programs[name])(*operands))
                 errors = errors_of(shape, dict(zip(RESULTS_OF_STEP, got, strict=True)), expected)
                 of_draws[name].append(errors)
             except Exception as error:  # out of memory: continue with the others
-                failed[name] = {"error": measure.reason(error)}
-    results: dict[str, measure.Json] = {}
-    for name in programs:
-        if name in failed:
-            results[name] = failed[name]
-            continue
+                results[name] = {"error": measure.reason(error)}
+    for name in of_draws.keys() - results.keys():
         errors = jax.tree.map(lambda *values: float(np.mean(values)), *of_draws[name])
         is_finite = all(np.isfinite(error["max"]) for error in errors.values())
         results[name] = {"errors": errors, "correct": is_finite}
-    return dataclasses.asdict(shape) | {"results": results}
+    return dataclasses.asdict(shape) | {"results": {name: results[name] for name in programs}}
 
 
 # ---- Report -----------------------------------------------------------------------------------------------

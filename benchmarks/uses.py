@@ -185,7 +185,7 @@ USES = (
     ),
     Use("t5", "T5: relative positions", 8, 1024, 16, 64, bias="1NTS"),
     Use("wide_heads_bias", "wide heads with a bias", 2, 2048, 8, 256, bias="1NTS"),
-    Use("key_bias", "a bias of keys", 8, 1024, 16, 64, bias="B11S"),
+    Use("key_bias", "a bias of keys", 8, 1024, 16, 64, bias="BN1S"),
     # Short sequences and small heads.
     Use("vit_b", "ViT-B", 256, 197, 12, 64),
     Use("short", "short sequences", 1024, 64, 12, 64),

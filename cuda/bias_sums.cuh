@@ -171,8 +171,9 @@ __device__ __forceinline__ void write_bias_sums(const BiasSumsTile<kBlockM, kBlo
 #pragma unroll
         for (int nt = 0; nt < kNTiles; ++nt) of_row += sums[mt][nt][2 * h] + sums[mt][nt][2 * h + 1];
         all += of_row;
+        if (sum_rows > 1) continue;
         of_row = row_sum(of_row);
-        if (sum_rows == 1 && lane_id() % 4 == 0) keep(accumulator_row(mt, h), 0, of_row);
+        if (lane_id() % 4 == 0) keep(accumulator_row(mt, h), 0, of_row);
       }
     }
     if (sum_rows > 1) {

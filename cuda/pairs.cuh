@@ -32,11 +32,11 @@
 namespace jax_flash::cuda {
 
 // Turns the scores of rows row0.. and columns column0.. into logits / scale_log2. Hides nothing.
-// `bias_is_added`: add_staged_bias has been called. `add_bias` adds any other.
+// `bias_is_added`: add_staged_bias has been called. `add_other_bias` adds one that is not staged.
 template <class Number, class Pairs, int kNTiles, class AddBias>
 __device__ __forceinline__ void transform_scores(Number (&scores)[kNTiles][4], const Pairs& pairs,
                                                  bool bias_is_added, const LogitScaleOf<Number>& logit,
-                                                 int row0, int column0, const AddBias& add_bias) {
+                                                 int row0, int column0, const AddBias& add_other_bias) {
   if (logit.transform == LogitTransform::kNone) return;
   auto for_each = [&](auto f) {
 #pragma unroll
@@ -48,7 +48,7 @@ __device__ __forceinline__ void transform_scores(Number (&scores)[kNTiles][4], c
   // Not as part of the multiplier, which would take a register from every loop.
   if (pairs.params.scale_factor) for_each([&](Number& x) { x *= pairs.head.scale_factor; });
   if (!bias_is_added && pairs.options.bias_format != BiasFormat::kNone) {
-    add_bias();
+    add_other_bias();
   } else if (pairs.options.has_alibi) {
     add_alibi(scores, pairs, logit, row0, column0);
   } else if (!bias_is_added) {

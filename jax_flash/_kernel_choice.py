@@ -173,12 +173,12 @@ def sums_dq(q, k, v, *, num_head_parts: int, is_deterministic: bool, hides_pairs
 
 
 def keeps_ds(q, k, v, dbias, options: AttentionOptions, *, hides_pairs: bool, has_offset: bool) -> bool:
-    """Whether Hopper's backward kernel writes the gradients of the logits, of which that of a bias is then the sum.
+    """Whether Hopper's gradient kernels write the gradients of the logits, of which that of a bias is then the sum.
 
-    A pass of its own would compute them again: two of five products. Written and read, they take 4 bytes a pair, which
-    is less from head dim 65 on, or if there is nothing to sum. And they take memory, which is limited here. The sum
-    skips what a causal mask without offset hides. It would read what other masks, windows and offsets hide, and gain
-    nothing.
+    A pass of its own would compute them again: two of five products, above head dim 128 of seven. Written and read,
+    they take 4 bytes a pair, which is less from head dim 65 on, or if there is nothing to sum. And they take memory,
+    which is limited here. The sum skips what a causal mask without offset hides. It would read what other masks,
+    windows and offsets hide, and gain nothing.
 
     dbias: [B or 1, N or 1, T, S].
     """

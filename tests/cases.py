@@ -787,6 +787,35 @@ CASES = [
     # In float32 enough keys for planes, whose bias is read ahead, too.
     case("tiles, bias, head dim 64", batch=1, t=530, s=517, n=4, k=2, bias=Bias("1NTS", dtype="float32")),
     case("tiles, bias, head dim 32", batch=1, t=300, s=392, n=4, h=32, bias=Bias("BNTS"), is_causal=True),
+    case("tiles, bias in 16 bits", batch=1, t=300, s=391, n=4, h=32, bias=Bias("BNTS", dtype="bfloat16")),
+    case(
+        "float32 bias, head dim 256", t=150, s=133, n=4, k=2, h=256, hv=200, bias=Bias("N1S", dtype="float32")
+    ),
+    case(
+        "float16 bias, head dim 192",
+        t=150,
+        s=134,
+        n=4,
+        k=2,
+        h=192,
+        hv=128,
+        bias=Bias("B1TS", dtype="float16"),
+    ),
+    case("scale and bias, head dim 256", t=130, s=136, h=256, bias=Bias("1NTS"), scale=Scale(0.1)),
+    # More tiles than multiprocessors, some without keys.
+    case(
+        "many tiles, bias, head dim 256",
+        batch=3,
+        t=390,
+        s=264,
+        n=16,
+        k=4,
+        h=256,
+        bias=Bias("1NTS"),
+        is_causal=True,
+        query_seq_lengths=(390, 70, 300),
+        key_value_seq_lengths=(264, 0, 131),
+    ),
 ]
 
 # Each option as it appears in the table of pairs of options, for 99 queries and 133 keys.

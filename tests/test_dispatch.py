@@ -206,6 +206,7 @@ def test_parts_of_the_sum_over_the_batch(q, num_keys, dbias, parts):
         ((4, 4096, 16, 64), 4096, (4, 16), {}, True),  # nothing to sum
         ((4, 4096, 16, 136), 4096, (1, 16), {}, True),
         ((4, 4096, 16, 136), 4096, (1, 16), dict(deterministic=True), True),
+        ((4, 4096, 16, 256), 4096, (1, 16), dict(is_causal=True), True),
         ((4, 4096, 16, 264), 4096, (4, 16), {}, False),  # there is no room for it
         ((4, 300, 16, 128), 301, (1, 16), {}, False),  # rows of 602 bytes
         ((8, 512, 4, 128), 512, (1, 4), {}, True),

@@ -137,7 +137,7 @@ __device__ __forceinline__ const char* bias_row(const Pairs& pairs, int bytes, i
 }
 
 // Calls f(nt, i, element) for each accumulator. Keys beyond the end repeat the last key: they get hidden
-// later. Queries beyond the end are skipped: their lse alone makes their probabilities 0.
+// later. Queries beyond the end are skipped: they are hidden, too, or their lse makes their probabilities 0.
 template <class Element, int kNTiles, class Pairs, class F>
 __device__ __forceinline__ void for_each_bias(const Pairs& pairs, int row0, int column0, F f) {
   const int64_t step = Pairs::kTransposed ? pairs.params.bias.row_stride : pairs.params.bias.key_stride;
@@ -210,11 +210,14 @@ __device__ __forceinline__ void add_bias(Number (&scores)[kNTiles][4], const Pai
 // The same of a bias that is read before the scores are there, by a kernel with registers for it.
 template <int kNTiles>
 struct BiasAhead {
-  uint32_t bits[kNTiles][4];  // as they lie in memory, two neighbors of 16 bits in one
+  uint32_t bits[kNTiles][4];  // as they lie in memory, two neighbors of 16 bits in one; 0 beyond the end
 
+  // Where there is none, zeros: undefined words would be carried through a loop, in registers.
   template <class Pairs>
   __device__ __forceinline__ void read(const Pairs& pairs, int row0, int column0) {
     const auto keep = [&](int nt, int i, uint32_t x) { bits[nt][i] = x; };
+    *this = {};
+    if (pairs.options.bias_format == BiasFormat::kNone) return;
     if (pairs.options.bias_format == BiasFormat::kOne32Bit) {
       for_each_bias<uint32_t, kNTiles>(pairs, row0, column0, keep);
     } else if (!has_neighbors(pairs)) {

@@ -827,11 +827,9 @@ struct BackwardConsumer {
     if constexpr (kPolicy.others) {
       if (pairs.has_dropout()) draw_kept(kept, pairs, row0, column0);
     }
-    BiasAhead<kTiles> bias;
+    BiasAhead<kTiles> bias{};
     if constexpr (kReadsBiasAhead) {
-      if (arguments.pairs.bias_format != BiasFormat::kNone && !has_staged_bias()) {
-        bias.read(pairs, row0, column0);
-      }
+      if (!has_staged_bias()) bias.read(pairs, row0, column0);
     }
     ptx::wgmma_wait<Config::kIssuesDsLate ? 0 : 1>();
     ptx::keep_in_place(scores[0]);
@@ -1147,7 +1145,7 @@ inline Fragments dv_parts(const BackwardParams& params) {
   return {params.dv_parts, params.batch, params.num_head_parts, params.seqlen_kv, params.head_dim_v};
 }
 
-// Can TMA write ds, and does the kernel's general form run?
+// Can ds be written, by TMA up to head dim 128, and does the kernel's general form run?
 inline bool may_keep_ds(const BackwardParams& params) {
   return params.bias && has_tensor_map(params.batch * params.num_heads, params.seqlen_q, 1, params.seqlen_kv);
 }
@@ -1169,7 +1167,7 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
       .logit = LogitScale(params),
       .pairs = PairOptions(params),
       .part_heads = static_cast<int>(params.num_heads / params.num_head_parts),
-      .keeps_ds = params.ds != nullptr,
+      .keeps_ds = Config::kWithDq && params.ds,
       .writes_dq = has_one_block(params, Config::kBlockN)};
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim, Hv = params.head_dim_v;
@@ -1183,7 +1181,8 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
       (Config::kPlanes ||
        (make_tensor_map<Element, kColumns>(params.dk, B, S, K, H, 16, &arguments.dk_map) &&
         make_tensor_map<Element, kColumns>(params.dv, B, S, K, Hv, 16, &arguments.dv_map))) &&
-      (!params.ds || make_tensor_map<Element>(params.ds, B * N, T, 1, S, Config::kBlockM, &arguments.ds_map));
+      (!arguments.keeps_ds ||
+       make_tensor_map<Element>(params.ds, B * N, T, 1, S, Config::kBlockM, &arguments.ds_map));
   if (!has_maps) return Status::not_served();
   if (const Status status = launch_lists(params, Config::Queries::shape(), context); status.failed()) {
     return status;

@@ -76,7 +76,7 @@ struct DqPairs {
     }
     if constexpr (kPolicy.others) {
       if (pairs.has_dropout()) draw_kept(kept, pairs, row0, column0);
-      if (arguments.pairs.bias_format != BiasFormat::kNone) bias.read(pairs, row0, column0);
+      bias.read(pairs, row0, column0);
     }
   }
 

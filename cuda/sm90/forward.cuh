@@ -668,7 +668,9 @@ struct ForwardConsumer {
       if (!block.entry.is_whole(consumer)) load_visible(block.visible, pairs(), row0(), first_key(n));
     }
     if constexpr (kReadsBiasAhead) {
-      if (arguments.pairs.bias_format != BiasFormat::kNone && !has_staged_bias()) {
+      if (has_staged_bias()) {
+        block.bias = {};
+      } else {
         block.bias.read(pairs(), row0(), first_key(n));
       }
     }
