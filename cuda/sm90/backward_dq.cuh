@@ -3,7 +3,8 @@
 //
 // A thread block owns one tile, 64 rows of dq of one head for each of its two consumers, and walks the
 // visible blocks of keys from the last to the first. p, dp and ds stay in a warp's registers, and ds is the
-// first operand of dq += ds k as it lies there. Above head dim 128 ds may also go to memory (BackwardParams::ds).
+// first operand of dq += ds k as it lies there. Above head dim 128 ds may also go to memory
+// (BackwardParams::ds).
 //
 //   warp 0      loads q, then keys
 //   warp 1      loads dout, then values
