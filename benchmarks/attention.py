@@ -574,7 +574,7 @@ def matmul_ceiling(timer: Timer, size: int = 8192) -> measure.Json:
 
 TF32 = "xla, tf32"  # one product of numbers with 11 bits: a baseline for float32
 RESULTS_OF_STEP = ("out", "dq", "dk", "dv")
-DRAWS = 6  # of the inputs: the worst row of one draw is up to half as far off again as that of another
+DRAWS = 6  # of the inputs: the error of the worst row differs by half from draw to draw
 
 
 def compared_in_accuracy(names: Sequence[str], shape: Shape) -> list[str]:

@@ -191,7 +191,7 @@ def keeps_ds(q, k, v, dbias, options: AttentionOptions, *, hides_pairs: bool, ha
     return (
         (64 if ds_bytes > dbias_bytes else 0) < head_dim <= 256
         and q.dtype.itemsize == 2
-        and S % 8 == 0  # TMA's unit
+        and S % 8 == 0  # TMA's unit; cuda/sm90/backward.cuh asks for it at any head dim
         and is_small
         and (options.reach == (-1, -1) or (options.reach == (-1, 0) and not has_offset))
         and not hides_pairs

@@ -263,9 +263,8 @@ def test_one_kernel_computes_all_gradients(
 
     monkeypatch.setattr(_kernel_choice, "keeps_ds", record)
     on_cpu = platform == "cpu"
-    kernels = (
-        "sm80" if portable else "sm90" if harness.is_hopper() else ""
-    )  # so that no second pass takes over
+    # Hopper's alone, so that no second pass takes over.
+    kernels = "sm80" if portable else "sm90" if harness.is_hopper() else ""
     with contextlib.nullcontext() if on_cpu else harness.cuda_settings(kernels=kernels):
         got = jax.block_until_ready(jax.jit(gradients)(q, k, v, bias))
     assert kept == ([] if on_cpu else [harness.is_hopper()])
