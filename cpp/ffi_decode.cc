@@ -342,6 +342,8 @@ ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets results, ffi
   params->lse_log2 = workspace.lse_log2.data;
   const bool is_16_bit = dtype == ffi::F16 || dtype == ffi::BF16;
   params->ds = !workspace.ds.dims.empty() && workspace.ds.dims[1] != 0 ? workspace.ds.data : nullptr;
+  params->num_shared_heads = workspace.shared_ds.dims.empty() ? 0 : workspace.shared_ds.dims[0];
+  params->shared_ds = params->num_shared_heads > 0 ? workspace.shared_ds.data : nullptr;
   params->leaves_dq = workspace.leaves_dq || (params->options.deterministic && !is_16_bit);
   params->dq_accum = params->planes        ? workspace.plane_dq.data
                      : workspace.leaves_dq ? nullptr

@@ -50,6 +50,12 @@ ffi::Error TakeWorkspace(CallReader& call, Pass pass, const AttentionParams& par
     const Dims dims = call.PeekResultDims();
     return dims.size() == 4 && N > 0 && dims[1] == N;
   };
+  // Only whole groups of query heads, which share a key head.
+  const auto num_shared_heads = [&]() -> int64_t {
+    const Dims dims = call.PeekResultDims();
+    const int64_t heads = dims.size() == 3 ? dims[0] : 0;
+    return heads > 0 && K > 0 && N > 0 && heads % (N / K) == 0 ? heads : 0;
+  };
   const auto sums_dq = [&] {
     const Dims dims = call.PeekResultDims();
     return dims.size() < 2 || dims[1] != 0;

@@ -220,6 +220,11 @@ struct BackwardParams : AttentionParams {
   // Whether a separate kernel computes dq, which needs no sums in memory: if the caller gave no room for the
   // sums, and in float32 if deterministic.
   bool leaves_dq;
+
+  // Room for ds of num_shared_heads query heads at a time [num_shared_heads, S, T], in q's dtype, by which dq
+  // takes one product more than dk and dv, not three. Null: there is none.
+  void* shared_ds;
+  int64_t num_shared_heads;  // whole groups
 };
 
 // The derivatives of dq, dk and dv. Of BackwardParams it has the arguments, and delta and lse_log2 of the

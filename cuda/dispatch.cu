@@ -227,6 +227,14 @@ std::string compute_backward(const BackwardParams& params, const Context& contex
   if (const Status status = try_planes(params, context, try_backward); status.is_served())
     return describe(status.error());
   BackwardParams own = without_planes(params);
+  if (own.shared_ds) {
+    // Of all kernels only Hopper's for dk and dv leaves ds for dq, which follows in the same call.
+    BackwardParams with_dq = own;
+    with_dq.leaves_dq = false;
+    if (const Status status = try_hopper(with_dq, context, try_backward); status.is_served())
+      return describe(status.error());
+    own.shared_ds = nullptr;
+  }
   if (own.options.deterministic && !own.leaves_dq) {
     // Only Hopper's kernel sums dq in memory in a fixed order, and not with a mask or segments.
     if (const Status status = try_hopper(own, context, try_backward); status.is_served())

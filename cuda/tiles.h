@@ -345,6 +345,14 @@ constexpr BackwardDqTile backward_dq_tile(int head_dim, bool general) {
   return {general ? 32 : 48, 2};  // 192, 224 KB, above head dim 256 225 KB (wide_backward_dq.cuh)
 }
 
+// Of the kernel for dq that reads ds from memory.
+struct SharedDqTile {
+  int consumers;  // warpgroups that compute, with 64 query rows each
+  int block_n;    // key rows
+  int stages;     // buffers of block_n keys and of ds
+};
+inline constexpr SharedDqTile kSharedDqTile = {2, 64, 4};  // 192 KB
+
 struct TangentTile {
   int consumers;  // warpgroups that compute, with 64 query rows each
   int block_n;    // key rows

@@ -18,6 +18,7 @@ _HOPPER_MULTIPROCESSORS = 132  # of H200, and of H100 but for the PCIe card
 _MOST_DECODE_ROWS = 256  # of a key head
 _MOST_DS_BYTES = 4 << 30
 _MOST_DS_OF_A_SUM = 8
+_SHARED_DS_BYTES, _MOST_SHARED_DS_BYTES = 256 << 20, 1 << 30
 
 # With these, Hopper's forward pass runs in its general form.
 _GENERAL_FORM_OPERANDS = {"mask", "bias", "alibi_slopes", "query_segment_ids", "scale_factor"}
@@ -207,6 +208,24 @@ def keeps_ds(q, k, v, dbias, options: AttentionOptions, *, hides_pairs: bool, ha
             )
         )
     )
+
+
+def num_shared_heads(q, k, v, *, keeps_ds: bool) -> int:
+    """Of how many query heads at a time Hopper's kernel for dk and dv leaves ds for that of dq; 0: of none.
+
+    That saves two of seven products, and takes memory. So many key heads as fit into 256 MiB keep all multiprocessors
+    busy. Where a single one would take more than 1 GiB, ds is computed again.
+    """
+    (B, T, N, _), (_, S, K, _) = q.shape, k.shape
+    if not all(isinstance(size, int) and size > 0 for size in (B, T, N, S, K)) or keeps_ds:
+        return 0
+    if q.dtype.itemsize != 2 or _hopper_head_dim("backward", q, v) < 256 or T % 8:  # TMA's unit
+        return 0
+    bytes_of_key_head = 2 * T * S * (N // K)
+    if bytes_of_key_head > _MOST_SHARED_DS_BYTES:
+        return 0
+    slices = -(-B * K // max(1, _SHARED_DS_BYTES // bytes_of_key_head))
+    return -(-B * K // slices) * (N // K)
 
 
 def num_head_parts(q, k, v, is_causal: bool) -> int:

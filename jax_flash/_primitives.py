@@ -335,6 +335,9 @@ def _workspace_avals(call: Pass, avals, *, operands: tuple[str, ...], options: A
             num_planes=num_planes,
             num_key_parts=lambda: _kernel_choice.num_key_parts(q, k, v, operands, options, page_size),
             keeps_ds=lambda: call is BACKWARD_WITH_DS,
+            num_shared_heads=lambda: _kernel_choice.num_shared_heads(
+                q, k, v, keeps_ds=call is BACKWARD_WITH_DS
+            ),
             sums_dq=lambda: _kernel_choice.sums_dq(
                 q,
                 k,

@@ -47,6 +47,7 @@ class Call(NamedTuple):
     num_planes: Callable[[], int]
     num_key_parts: Callable[[], int]
     keeps_ds: Callable[[], bool]
+    num_shared_heads: Callable[[], int]
     sums_dq: Callable[[], bool]
     num_head_parts: Callable[[], int]
 

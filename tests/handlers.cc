@@ -132,10 +132,12 @@ void test_workspace() {
   };
   const auto parts = [](int64_t number) { return Type{DataType::F32, {2, number, 16, 8}}; };
   const auto ds = [](int64_t heads) { return Type{DataType::U16, {2, heads, 70, 5}}; };
+  const auto shared_ds = [](int64_t heads) { return Type{DataType::U16, {heads, 5, 70}}; };
+  const Type no_shared_ds = shared_ds(0);
   const auto take_sums = [&](int64_t dq_rows, int64_t dk_parts, int64_t ds_heads = 0) {
     const Type dq = {DataType::F32, {2, dq_rows, 6, 8}};
-    return take(Pass::kBackward,
-                {ds(ds_heads), counter, statistics, statistics, dq, parts(dk_parts), parts(dk_parts)});
+    return take(Pass::kBackward, {ds(ds_heads), no_shared_ds, counter, statistics, statistics, dq,
+                                  parts(dk_parts), parts(dk_parts)});
   };
 
   expect(take_workspace(Platform::kCpu, Pass::kBackward, params, {}, &workspace).success(),
@@ -152,6 +154,19 @@ void test_workspace() {
   expect(take_sums(80, 0, 6).success() && workspace.ds.dims[1] == 6, "gradients of the logits");
   expect(take_sums(80, 0, 3).message().find("of shape [2, 0, 70, 5]") != std::string::npos,
          "gradients of some logits");
+  const auto take_shared = [&](int64_t heads) {
+    return take(Pass::kBackward, {ds(0),
+                                  shared_ds(heads),
+                                  counter,
+                                  statistics,
+                                  statistics,
+                                  {DataType::F32, {2, 0, 6, 8}},
+                                  parts(0),
+                                  parts(0)});
+  };
+  expect(take_shared(4).success() && workspace.shared_ds.dims[0] == 4, "ds of some heads for dq");
+  expect(take_shared(3).message().find("of shape [0, 5, 70]") != std::string::npos,
+         "ds of a part of a group");
   for (const int64_t number : {2, 4, 12}) {
     const std::string message = take_sums(80, number).message();
     expect(message.find("dk_parts must be float32 of shape [2, 0, 16, 8]") != std::string::npos,
@@ -164,6 +179,7 @@ void test_workspace() {
   no_heads.num_heads = no_heads.num_kv_heads = 0;
   const std::string no_heads_message = take_workspace(Platform::kCuda, Pass::kBackward, no_heads,
                                                       {ds(0),
+                                                       no_shared_ds,
                                                        counter,
                                                        {DataType::F32, {2, 0, 128}},
                                                        {DataType::F32, {2, 0, 128}},
@@ -184,8 +200,8 @@ void test_workspace() {
   expect(take(Pass::kForward, {counter, no_key_parts, visibility, lists, of_queries}).success(),
          "mask, forward");
   const Type no_dq = {DataType::F32, {2, 0, 6, 8}};
-  expect(take(Pass::kBackward, {ds(0), counter, statistics, statistics, no_dq, parts(0), parts(0), visibility,
-                                lists, of_queries, of_keys})
+  expect(take(Pass::kBackward, {ds(0), no_shared_ds, counter, statistics, statistics, no_dq, parts(0),
+                                parts(0), visibility, lists, of_queries, of_keys})
              .success(),
          "mask, backward");
   expect(take(Pass::kForward, {counter, no_key_parts, visibility, lists}).failure(),

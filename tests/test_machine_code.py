@@ -212,6 +212,8 @@ def waits(name: str) -> set[int]:
         return {11 if "Li128E" in name else 4}
     if "forward_kernel" in name:
         return {2}  # for the scores, and for p v
+    if "shared_dq" in name:
+        return {1}  # ds k
     if "wide_backward_dq" in name:  # one block: ds k_low, q k^T; the other: dout v^T in quarters, ds k_high
         return {2, 5}
     if "wide_backward" in name:

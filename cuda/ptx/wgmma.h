@@ -112,16 +112,17 @@ struct Wgmma;
 #define JAX_FLASH_WGMMA(arithmetic, type, n, i0, i1, i2, i3, i4, i5)                                         \
   template <>                                                                                                \
   struct Wgmma<arithmetic, n> {                                                                              \
-    /* a [64, 16] and b in shared memory; b is [n, 16], or [16, n] with kBAlongN. */                         \
-    template <bool kBAlongN>                                                                                 \
+    /* a and b in shared memory; a is [64, 16], or [16, 64] with kAAlongM, and b likewise. */                \
+    template <bool kBAlongN, bool kAAlongM = false>                                                          \
     static __device__ __forceinline__ void shared(float (&d)[n / 8][4], uint64_t a, uint64_t b,              \
                                                   bool accumulate) {                                         \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" i2                                                   \
                    ", 0;\n"                                                                                  \
                    "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" JAX_FLASH_TEXT_N##n  \
-                   "}, %" i0 ", %" i1 ", p, 1, 1, 0, %" i3 ";\n}"                                            \
+                   "}, %" i0 ", %" i1 ", p, 1, 1, %" i3 ", %" i4 ";\n}"                                      \
                    : JAX_FLASH_D_N##n                                                                        \
-                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(int{kBAlongN}));                 \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(int{kAAlongM}),                  \
+                     "n"(int{kBAlongN}));                                                                    \
     }                                                                                                        \
     /* a in registers, in the layout of d with two columns packed in one register; b [16, n] in shared       \
      * memory. */                                                                                            \

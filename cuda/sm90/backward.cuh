@@ -117,6 +117,7 @@
 #include "sm90/output.cuh"
 #include "sm90/product.cuh"
 #include "sm90/ring.cuh"
+#include "sm90/shared_dq.cuh"
 #include "sm90/tensor_map.h"
 #include "sm90/tile_loader.cuh"
 #include "sm90/wide_backward.cuh"
@@ -177,6 +178,9 @@ struct BackwardConfig {
   static_assert(kByKeys || !kWithDq);
   // May ds leave from shared memory, where it is for dq?
   static constexpr bool kMayKeepDs = kWithDq && !kPlanes && kPolicy.is_general();
+  // May ds^T leave for another kernel's dq?
+  static constexpr bool kMayShareDs = !kByKeys && !kPlanes;
+  static_assert(!kMayShareDs || (kBlockM == 64 && kBlockN == 64));
   static constexpr int kDqColumns = kDqByRows ? kHeadDim : kHeadDim / 2;
   static constexpr int kDqParts = kWithDq ? kBlockM / 64 : 1;  // of 64 rows, which are added together
 
@@ -683,7 +687,11 @@ struct BackwardConsumer {
     } else {
       store_transposed(p, shared.sP(ds_stage));
       store_transposed(ds_operand, shared.sDs(ds_stage));
+      const bool sends_ds = Config::kMayShareDs && arguments.shares_ds && consumer == 0 && warp == 0;
+      // Behind the barrier the next block's ds may take the place of the last block's.
+      if (sends_ds && ptx::elect_one()) ptx::tensor_store_wait_read();
       exchange();
+      if (sends_ds) share_ds(pairs.head.index, work.n_start, m_start);
       issue_gradient(dv, p, shared.sP(ds_stage), sDout);
     }
     if constexpr (Config::kWithDq) {
@@ -943,6 +951,14 @@ struct BackwardConsumer {
     }
   }
 
+  // By one warp, when ds^T of both consumers is there. `head`: of all batch elements'.
+  __device__ __forceinline__ void share_ds(int head, int n_start, int m_start) const {
+    if (!ptx::elect_one()) return;
+    ptx::tensor_store(arguments.shared_ds_map, shared.sDs(ds_stage), m_start, 0, n_start,
+                      head - arguments.first_shared_head);
+    ptx::tensor_store_commit();
+  }
+
   // ---- dq ----
 
   // Where this lane's row of ds^T of the warp's 16 keys goes, of the first 16 queries.
@@ -1150,6 +1166,54 @@ inline bool may_keep_ds(const BackwardParams& params) {
   return params.bias && has_tensor_map(params.batch * params.num_heads, params.seqlen_q, 1, params.seqlen_kv);
 }
 
+// dk and dv.
+template <class Config>
+Status launch_tiles_of_keys(BackwardArguments& arguments, const LaunchContext& context) {
+  if constexpr (Config::kClusterBlocks > 1) {
+    // Each block would draw an item of its own.
+    arguments.schedule.counter = nullptr;
+    return launch_tiles<Config>(wide_backward_kernel<Config>, arguments.schedule.num_items, context,
+                                arguments);
+  } else {
+    return launch_early(backward_kernel<Config>, arguments.schedule.num_blocks, Config::kThreads,
+                        Config::kSharedBytes, context, arguments);
+  }
+}
+
+// dk, dv and dq of all key heads, as many at a time as shared_ds has room for.
+template <class Config>
+Status launch_slices(BackwardArguments& arguments, const LaunchContext& context) {
+  using Element = typename Config::Element;
+  using DqConfig =
+      SharedDqConfig<typename Config::Arithmetic, Config::kHeadDim, Config::kPolicy.may_have_mask()>;
+  const BackwardParams& params = arguments.params;
+  const int64_t all_heads = params.batch * params.num_heads, heads = params.num_shared_heads;
+  if (!make_tensor_map<Element>(params.shared_ds, heads, params.seqlen_kv, 1, params.seqlen_q,
+                                Config::kBlockN, &arguments.shared_ds_map)) {
+    return Status::not_served();
+  }
+  arguments.shares_ds = true;
+  for (int64_t first = 0; first < all_heads; first += heads) {
+    const int64_t count = std::min(heads, all_heads - first);
+    arguments.first_shared_head = static_cast<int>(first);
+    arguments.schedule = {params, count / arguments.part_heads, Config::kBlockN,
+                          context.multiprocessors / Config::kClusterBlocks, /*in_turns=*/false};
+    arguments.schedule.part0 = static_cast<int>(first / arguments.part_heads);
+    Status status;
+    if (first > 0) {
+      status = launch_lists(params, Config::Queries::shape(), context);
+      if (!status.failed() && arguments.schedule.counter) {  // as the first slice has left it
+        status = cudaMemsetAsync(params.tile_counter, 0, sizeof(int32_t), context.stream);
+      }
+      if (status.failed()) return status;
+    }
+    status = launch_tiles_of_keys<Config>(arguments, context);
+    if (!status.failed()) status = launch_shared_dq<DqConfig>(params, first, count, context);
+    if (status.failed()) return status;
+  }
+  return {};
+}
+
 template <class Config>
 Status launch_backward(const BackwardParams& params, const LaunchContext& context) {
   using Element = typename Config::Element;
@@ -1158,8 +1222,8 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
   int32_t* const in_turns = Config::kWithDq ? turns(params) : nullptr;
   BackwardArguments arguments{
       .params = params,
-      .schedule{params, Config::kBlockN, context.multiprocessors / Config::kClusterBlocks,
-                in_turns != nullptr},
+      .schedule{params, params.batch * params.num_head_parts, Config::kBlockN,
+                context.multiprocessors / Config::kClusterBlocks, in_turns != nullptr},
       .dq_accum = dq_sums(params),
       .dk_parts = dk_parts(params),
       .dv_parts = dv_parts(params),
@@ -1187,25 +1251,20 @@ Status launch_backward(const BackwardParams& params, const LaunchContext& contex
   if (const Status status = launch_lists(params, Config::Queries::shape(), context); status.failed()) {
     return status;
   }
-  if constexpr (Config::kClusterBlocks > 1) {
-    // Each block would draw an item of its own.
-    arguments.schedule.counter = nullptr;
-    return launch_tiles<Config>(wide_backward_kernel<Config>, arguments.schedule.num_items, context,
-                                arguments);
-  } else {
-    const Status status = launch_early(backward_kernel<Config>, arguments.schedule.num_blocks,
-                                       Config::kThreads, Config::kSharedBytes, context, arguments);
-    if constexpr (Config::kWithDq) {
-      if (status.failed()) return status;
-      if constexpr (Config::kPlanes) {
-        return launch_convert_fragments<float>(arguments.dq_accum, 1, params.dq, DqOfPlanes{params}, context);
-      } else {
-        const UniformFactor scale{arguments.logit.scale};
-        return launch_convert_fragments<Element>(arguments.dq_accum, 1, params.dq, scale, context);
-      }
-    }
-    return status;
+  if constexpr (Config::kMayShareDs) {
+    if (may_share_ds(params)) return launch_slices<Config>(arguments, context);
   }
+  const Status status = launch_tiles_of_keys<Config>(arguments, context);
+  if constexpr (Config::kWithDq) {
+    if (status.failed()) return status;
+    if constexpr (Config::kPlanes) {
+      return launch_convert_fragments<float>(arguments.dq_accum, 1, params.dq, DqOfPlanes{params}, context);
+    } else {
+      const UniformFactor scale{arguments.logit.scale};
+      return launch_convert_fragments<Element>(arguments.dq_accum, 1, params.dq, scale, context);
+    }
+  }
+  return status;
 }
 
 template <class Arithmetic, int kHeadDim, PairPolicy kPolicy, bool kWithDq>
@@ -1269,7 +1328,9 @@ Status backward_by_warpgroups(const BackwardParams& params, const LaunchContext&
     if (status.failed()) return status;
   }
   if constexpr (backward_is_split(kHeadDim)) {
-    if (!params.leaves_dq) return backward_dq<Arithmetic, kHeadDim>(params, context);
+    constexpr bool kMayShareDs = BackwardConfigOf<Arithmetic, kHeadDim, kNoPairs, false>::kMayShareDs;
+    const bool has_dq = kMayShareDs && may_share_ds(params);
+    if (!params.leaves_dq && !has_dq) return backward_dq<Arithmetic, kHeadDim>(params, context);
   }
   return {};
 }

@@ -34,17 +34,20 @@ struct BackwardSchedule {
   int n_blocks;       // of one part of the query heads
   int items;          // of one part: n_blocks, or half as many
   int num_parts;      // of a batch element
-  int num_items;      // of all parts
+  int num_items;      // of all parts of the launch
   int* counter;       // of items handed out; null: there are as many blocks as items
   int num_blocks;     // the grid
   int section_parts;  // of one section but the last; 1: a part after the other
   bool in_turns;      // tiles add dq in turns
+  int part0 = 0;      // the first part of the launch
 
-  BackwardSchedule(const BackwardParams& params, int block_n, int multiprocessors, bool in_turns)
+  // `parts`: how many of those of all batch elements.
+  BackwardSchedule(const BackwardParams& params, int64_t parts, int block_n, int multiprocessors,
+                   bool in_turns)
       : n_blocks(static_cast<int>(ceil_div(params.seqlen_kv, block_n))),
         num_parts(static_cast<int>(params.num_head_parts)),
         in_turns(in_turns) {
-    const int64_t parts = params.batch * num_parts, pairs = (n_blocks + 1) / 2;
+    const int64_t pairs = (n_blocks + 1) / 2;
     if (in_turns) {
       items = n_blocks;
       num_items = static_cast<int>(n_blocks * parts);
@@ -79,6 +82,7 @@ struct BackwardArguments {
   CUtensorMap k_map, v_map;     // [B, S, K, H], [B, S, K, Hv] in boxes of kBlockN rows
   CUtensorMap dk_map, dv_map;   // [B, S, K, H], [B, S, K, Hv] in boxes of 16 rows: a warp's
   CUtensorMap ds_map;           // [B N, T, S] in boxes of kBlockM rows and 64 keys
+  CUtensorMap shared_ds_map;    // [num_shared_heads, S, T] in boxes of kBlockN rows and 64 queries
   BackwardParams params;
   BackwardSchedule schedule;
   Fragments dq_accum, dk_parts, dv_parts;
@@ -90,6 +94,9 @@ struct BackwardArguments {
   int part_heads;  // query heads of a part
   bool keeps_ds;   // does ds leave for the gradient of a bias?
   bool writes_dq;  // is there nothing to add to?
+  // Does ds leave for another kernel's dq? And the head, of all batch elements', whose ds comes first there.
+  bool shares_ds = false;
+  int first_shared_head = 0;
 };
 
 // A block of keys of one key head, and the queries of a part of its query heads that see it.
@@ -142,7 +149,8 @@ __device__ __forceinline__ void for_each_tile(const BackwardSchedule& schedule, 
     const int place = static_cast<unsigned>(in_section) / parts;
     const int first = schedule.in_turns ? schedule.n_blocks - 1 - place : place;
     const int last = schedule.n_blocks - 1 - first;
-    const int part_of_all = first_part + in_section - place * parts;
+    const int part0 = Config::kMayShareDs ? schedule.part0 : 0;  // other kernels have no register for it
+    const int part_of_all = part0 + first_part + in_section - place * parts;
     const int batch = static_cast<unsigned>(part_of_all) / schedule.num_parts;
     const int part = part_of_all - batch * schedule.num_parts;
     const bool is_pair = schedule.items < schedule.n_blocks && first < last;

@@ -55,6 +55,23 @@ __device__ __forceinline__ void issue_sum(float (&acc)[1][kTiles][4], uint32_t a
   ptx::wgmma_commit();
 }
 
+// acc [64, kN] += a^T b, a [kDepth, 64] one chunk, b [kDepth, kN].
+template <class Arithmetic, int kDepth, int kTiles>
+__device__ __forceinline__ void issue_transposed_sum(float (&acc)[1][kTiles][4], uint32_t a_tile,
+                                                     uint32_t b_tile, int b_pitch) {
+  const uint64_t a = ptx::matrix_descriptor<kChunkRowBytes>(a_tile, 0),
+                 b = ptx::matrix_descriptor<kChunkRowBytes>(b_tile, b_pitch);
+  ptx::keep_in_place(acc[0]);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kDepth / 16; ++step) {
+    const int offset = step * 16 * kChunkRowBytes / 16;
+    ptx::Wgmma<Arithmetic, 8 * kTiles>::template shared</*kBAlongN=*/true, /*kAAlongM=*/true>(
+        acc[0], a + offset, b + offset, /*accumulate=*/true);
+  }
+  ptx::wgmma_commit();
+}
+
 // acc [64, kN] = or += a [64, 16 kSteps] b, a in registers, b [16 kSteps, kN]; not committed.
 template <class Arithmetic, int kBRowBytes, int kSteps, int kTiles>
 __device__ __forceinline__ void issue_sum_steps(float (&acc)[1][kTiles][4], uint32_t (&a)[kSteps][4],

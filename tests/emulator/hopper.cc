@@ -186,7 +186,7 @@ void run_product(const std::array<std::vector<Product>, 128>& group, size_t inde
         const auto* two = reinterpret_cast<const uint16_t*>(of_lane.a_registers + place);
         a[row][k] = to_float(two + k % 2, product.is_half);
       } else {
-        a[row][k] = element_of(product.a_tile, row, k, false, product.is_half);
+        a[row][k] = element_of(product.a_tile, row, k, product.is_a_along_m, product.is_half);
       }
     }
   }

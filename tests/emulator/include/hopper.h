@@ -37,7 +37,7 @@ struct Product {
   bool accumulate;
   const uint32_t* a_registers;  // [4]; null: a_tile describes a
   uint64_t a_tile, b_tile;
-  bool is_b_along_n;
+  bool is_a_along_m, is_b_along_n;
   bool is_half;
 };
 void multiply(const Product& product);

@@ -28,12 +28,12 @@ struct Wgmma {
   static_assert(kN % 8 == 0 && kN <= 256);
   static constexpr bool kIsHalf = std::is_same_v<Arithmetic, float16>;
 
-  template <bool kBAlongN>
+  template <bool kBAlongN, bool kAAlongM = false>
   static void shared(float (&d)[kN / 8][4], uint64_t a, uint64_t b, bool accumulate) {
-    emulator::multiply({&d[0][0], kN, accumulate, nullptr, a, b, kBAlongN, kIsHalf});
+    emulator::multiply({&d[0][0], kN, accumulate, nullptr, a, b, kAAlongM, kBAlongN, kIsHalf});
   }
   static void registers(float (&d)[kN / 8][4], const uint32_t (&a)[4], uint64_t b, bool accumulate = true) {
-    emulator::multiply({&d[0][0], kN, accumulate, a, 0, b, true, kIsHalf});
+    emulator::multiply({&d[0][0], kN, accumulate, a, 0, b, false, true, kIsHalf});
   }
 };
 

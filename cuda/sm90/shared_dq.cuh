@@ -1,0 +1,246 @@
+// dq = ds k on Hopper, from ds that the kernel for dk and dv (backward.cuh, wide_backward.cuh) has left in
+// memory, transposed: one product, where backward_dq.cuh forms ds again from two others.
+//
+// A thread block owns one tile, 64 rows and up to 256 columns of dq of one head for each of its consumers,
+// and walks the visible blocks of keys from the last to the first.
+//
+//   warp 0      loads keys
+//   warp 1      loads ds
+//   warps 4...  consumers
+//
+// Timeline of the last blocks of keys 1 and 0, and of the end of the tile. Consumers do not wait for each
+// other, so the tensor cores have products of one while another waits.
+//
+//   warps 0, 1     k0, ds0
+//   tensor cores   ds1 k1   ds0 k0
+//   other units                     | dq to the place of the keys, and out
+//
+// Barriers. A ring has "full" and "empty" for each of its stages (ring.cuh). With TMA, a phase of "full" also
+// waits for the bytes; "bar" is a hardware barrier.
+//
+//   barrier      arrivals a phase               one phase        who waits   what it protects
+//   full, in     1: warp 0 for keys, warp 1     block of keys    consumers   keys; ds
+//   two parts    for ds, with TMA
+//   empty        a thread of each consumer      block of keys    warps 0, 1  the same, until dq += ds k is
+//   done tail         1: warp 0, with TMA            block with rows  warp 0      rows that it then fills
+//   with
+//                                               that do not                  zeros, before it arrives at
+//                                               count                        full itself
+//   bar 1        all consumers                  the only one     consumers   keys, which dq takes the place
+//   of
+#pragma once
+
+#include <cuda.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "accumulator.cuh"
+#include "arithmetic.h"
+#include "launch.h"
+#include "mask.cuh"
+#include "params.h"
+#include "ptx/barrier.h"
+#include "ptx/memory.h"
+#include "ptx/tensor_copy.h"
+#include "ptx/wgmma.h"
+#include "sm90/backward_dq_tiles.cuh"
+#include "sm90/cluster.cuh"
+#include "sm90/output.cuh"
+#include "sm90/product.cuh"
+#include "sm90/ring.cuh"
+#include "sm90/tensor_map.h"
+#include "sm90/tile_loader.cuh"
+#include "tiles.h"
+#include "visibility.cuh"
+
+namespace jax_flash::cuda::sm90 {
+
+template <class Arithmetic_, int kHeadDim_, bool kMayBeListed>
+struct SharedDqConfig {
+  using Arithmetic = Arithmetic_;
+  using Element = typename Arithmetic::Element;
+  static constexpr int kClusterBlocks = 1;
+  static constexpr int kColumns = std::min(kHeadDim_, 256), kColumnTiles = ceil_div(kHeadDim_, kColumns);
+  static constexpr SharedDqTile kTile = kSharedDqTile;
+  static constexpr int kConsumers = kTile.consumers, kThreads = 128 * (1 + kConsumers);
+  static constexpr int kBlockM = 64 * kConsumers, kBlockN = kTile.block_n, kStages = kTile.stages;
+  using Keys = BlockList<kMayBeListed, /*kOfQueries=*/true, kBlockM, kBlockN>;
+  static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : 24;
+  static constexpr int kConsumerRegisters = kConsumers > 2 ? 160 : 240;
+
+  // Shared memory: kStages times keys [kBlockN, kColumns] in chunks of columns, and ds^T [kBlockN, 64] of
+  // each consumer, swizzled.
+  static constexpr int kChunks = ceil_div(kColumns, kChunkColumns), kChunkBytes = kBlockN * kChunkRowBytes;
+  static constexpr int kKBytes = kChunks * kChunkBytes, kDsBytes = kConsumers * kChunkBytes;
+  static constexpr int kDs = kStages * kKBytes, kBarriers = kDs + kStages * kDsBytes;
+  static constexpr int kOutPitch = kBlockM * kChunkRowBytes;
+  static_assert(kChunks * kOutPitch <= kDs, "dq leaves from the place of keys");
+  static constexpr int kSharedBytes = kBarriers + 8 * (3 * kStages + 1);
+  static_assert(kSharedBytes <= 227 * 1024);
+};
+
+struct SharedDqArguments {
+  CUtensorMap ds_map;  // [num_shared_heads, S, T] in boxes of kBlockN keys and 64 queries
+  CUtensorMap k_map;   // [B, S, K, H] in boxes of kBlockN rows
+  CUtensorMap dq_map;  // [B, T, N, H] in boxes of 16 rows: a warp's
+  BackwardParams params;
+  float scale;
+  int first_head;  // of all batch elements': that of the first ds
+};
+
+// Addresses in shared memory.
+template <class Config>
+struct SharedDqShared {
+  uint32_t base;
+
+  __device__ uint32_t sK(int stage) const { return base + stage * Config::kKBytes; }
+  __device__ uint32_t sDs(int stage, int consumer) const {
+    return base + Config::kDs + stage * Config::kDsBytes + consumer * Config::kChunkBytes;
+  }
+  __device__ uint32_t sDq(int row) const { return base + row * kChunkRowBytes; }
+
+  using KeyRing = Ring<Config::kStages, /*kFullParts=*/2>;
+  static constexpr int kKeys = 0, kDs = 1;  // parts of KeyRing
+  __device__ KeyRing ring() const { return {base + Config::kBarriers}; }
+  __device__ uint32_t tail() const { return base + Config::kBarriers + 8 * KeyRing::kNumBarriers; }
+};
+
+// Did the kernel for dk and dv go through block n of keys with the 64 queries from `row` on? If not, memory
+// has anything in the place of their ds. `part`: of the tile.
+template <class Work>
+__device__ __forceinline__ bool has_ds(const Work& work, int n, int part, int row) {
+  if (work.keys.is_listed()) return work.keys.entry(n).is_visible(part);
+  const QueryBlocks seen_by = work.mask.template query_blocks<64>(work.keys.start(n), 64);
+  return row >= seen_by.start && row < seen_by.start + 64 * seen_by.count;
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    shared_dq_kernel(const __grid_constant__ SharedDqArguments arguments) {
+  using Arithmetic = typename Config::Arithmetic;
+  constexpr int kBlockN = Config::kBlockN, kTiles = Config::kColumns / 8;
+  extern __shared__ __align__(1024) uint8_t start[];
+  const SharedDqShared<Config> shared{ptx::shared_address(start)};
+  const BackwardParams& params = arguments.params;
+
+  if (threadIdx.x == 0) {
+    shared.ring().init(1, Config::kConsumers);
+    ptx::barrier_init(shared.tail(), 1);
+    ptx::barrier_init_fence();
+  }
+  const unsigned m_blocks = static_cast<unsigned>(ceil_div(params.seqlen_q, Config::kBlockM));
+  const unsigned tile = first_item<Config>();  // the column tiles of the same rows run side by side
+  const BackwardDqWork<Config> work(params, arguments.first_head * m_blocks + tile / Config::kColumnTiles);
+  const int first_column = static_cast<int>(tile % Config::kColumnTiles) * Config::kColumns;
+  __syncthreads();
+
+  const int warpgroup = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);
+  auto ring = shared.ring();
+
+  // ---- The producer: a warp for keys, one for ds ----
+  if (warpgroup == 0) {
+    ptx::release_registers<Config::kProducerRegisters>();
+    if (warp == 0) {
+      TileLoader<Config::kChunks> keys{arguments.k_map, work.batch,      work.mask.kv_length,
+                                       work.seqlen_kv,  ptx::kEvictLast, shared.tail()};
+      keys.first_column = first_column;
+#pragma unroll 1
+      for (int n = work.keys.count - 1; n >= 0; --n) {
+        ring.wait_empty();
+        __syncwarp();
+        keys.template load<kBlockN>(shared.sK(ring.stage), ring.full(shared.kKeys), work.kv_head,
+                                    work.keys.start(n));
+        ring.advance();
+      }
+    } else if (warp == 1 && ptx::elect_one()) {
+      const int head = work.batch * static_cast<int>(params.num_heads) + work.head - arguments.first_head;
+#pragma unroll 1
+      for (int n = work.keys.count - 1; n >= 0; --n) {
+        ring.wait_empty();
+        const uint32_t full = ring.full(shared.kDs);
+        ptx::barrier_arrive_expect(full, Config::kDsBytes);
+#pragma unroll
+        for (int i = 0; i < Config::kConsumers; ++i) {
+          ptx::tensor_load(shared.sDs(ring.stage, i), arguments.ds_map, full, work.m_start + 64 * i, 0,
+                           work.keys.start(n), head, ptx::kEvictFirst);
+        }
+        ring.advance();
+      }
+    }
+    return;
+  }
+
+  // ---- dq += ds k ----
+  ptx::acquire_registers<Config::kConsumerRegisters>();
+  const int consumer = warpgroup - 1, tile_row = 64 * consumer + 16 * (warp % 4);
+  float dq[1][kTiles][4];
+  clear(dq);
+#pragma unroll 1
+  for (int n = work.keys.count - 1; n >= 0; --n) {
+    const auto at = ring.uniform();
+    at.wait_full(shared.kKeys);
+    at.wait_full(shared.kDs);
+    if (has_ds(work, n, consumer, work.m_start + 64 * consumer)) {
+      issue_transposed_sum<Arithmetic, kBlockN>(dq, uniform(shared.sDs(at.stage, consumer)),
+                                                uniform(shared.sK(at.stage)), Config::kChunkBytes);
+      ptx::wgmma_wait<0>();
+      ptx::keep_in_place(dq[0]);
+    }
+    __syncwarp();
+    at.release_by_warpgroup();
+    ring.advance();
+  }
+
+  // ---- Write dq, by way of the place of keys; fully masked rows get zeros ----
+  ptx::named_barrier_wait(1, 128 * Config::kConsumers);
+  const int row0 = work.m_start + tile_row;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = row0 + accumulator_row(0, h);
+    bool is_hidden = work.mask.first_key(row) > work.mask.last_key(row);
+    if constexpr (Config::Keys::kMayBeListed) {
+      const int64_t head = int64_t{work.batch} * params.num_heads + work.head;
+      is_hidden |=
+          row >= work.seqlen_q || params.lse_log2[head * stats_length(work.seqlen_q) + row] == INFINITY;
+    }
+    if (!is_hidden) continue;  // else there may be 0 * NaN of a key
+#pragma unroll
+    for (int nt = 0; nt < kTiles; ++nt) dq[0][nt][2 * h] = dq[0][nt][2 * h + 1] = 0;
+  }
+  store_rows<Arithmetic>(dq, {arguments.scale, arguments.scale}, shared.sDq(tile_row), Config::kOutPitch);
+  const OutputRows to{arguments.dq_map, params.head_dim, work.head,   row0,
+                      work.seqlen_q,    work.batch,      first_column};
+  send_rows<Config::kChunks>(to, shared.sDq(tile_row), Config::kOutPitch);
+}
+
+// Can ds be left in memory for dq, if there is room for it?
+inline bool may_share_ds(const BackwardParams& params) {
+  return params.shared_ds && !params.ds &&
+         has_tensor_map(params.num_shared_heads, params.seqlen_kv, 1, params.seqlen_q);
+}
+
+// dq of the num_shared_heads query heads from first_head on, whose ds the kernel before has left.
+template <class Config>
+Status launch_shared_dq(const BackwardParams& params, int64_t first_head, int64_t heads,
+                        const LaunchContext& context) {
+  using Element = typename Config::Element;
+  const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
+  const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim;
+  SharedDqArguments arguments{
+      .params = params, .scale = LogitScale(params).scale, .first_head = static_cast<int>(first_head)};
+  const bool has_maps = make_tensor_map<Element>(params.shared_ds, params.num_shared_heads, S, 1, T,
+                                                 Config::kBlockN, &arguments.ds_map) &&
+                        make_tensor_map<Element>(params.k, B, S, K, H, Config::kBlockN, &arguments.k_map) &&
+                        make_tensor_map<Element>(params.dq, B, T, N, H, 16, &arguments.dq_map);
+  if (!has_maps) return Status::not_served();
+  if (const Status status = launch_lists(params, Config::Keys::shape(), context); status.failed()) {
+    return status;
+  }
+  return launch_tiles<Config>(shared_dq_kernel<Config>,
+                              ceil_div(T, Config::kBlockM) * heads * Config::kColumnTiles, context,
+                              arguments);
+}
+
+}  // namespace jax_flash::cuda::sm90
