@@ -210,22 +210,34 @@ def keeps_ds(q, k, v, dbias, options: AttentionOptions, *, hides_pairs: bool, ha
     )
 
 
-def num_shared_heads(q, k, v, *, keeps_ds: bool) -> int:
+def num_shared_heads(q, k, v, *, is_causal: bool, keeps_ds: bool, num_head_parts: int) -> int:
     """Of how many query heads at a time Hopper's kernel for dk and dv leaves ds for that of dq; 0: of none.
 
-    That saves two of seven products, and takes memory. So many key heads as fit into 256 MiB keep all multiprocessors
-    busy. Where a single one would take more than 1 GiB, ds is computed again.
+    That saves two of seven products, and takes memory: where a single key head would take more than 1 GiB, ds is
+    computed again. 256 MiB are enough unless some multiprocessors would then be idle.
     """
     (B, T, N, _), (_, S, K, _) = q.shape, k.shape
     if not all(isinstance(size, int) and size > 0 for size in (B, T, N, S, K)) or keeps_ds:
         return 0
-    if q.dtype.itemsize != 2 or _hopper_head_dim("backward", q, v) < 256 or T % 8:  # TMA's unit
+    head_dim = _hopper_head_dim("backward", q, v)
+    if q.dtype.itemsize != 2 or head_dim < 256 or T % 8:  # TMA's unit
         return 0
-    bytes_of_key_head = 2 * T * S * (N // K)
-    if bytes_of_key_head > _MOST_SHARED_DS_BYTES:
+    group = N // K
+    bytes_of_key_head = 2 * T * S * group
+    least = min(B * K, max(1, _SHARED_DS_BYTES // bytes_of_key_head))
+    most = min(B * K, _MOST_SHARED_DS_BYTES // bytes_of_key_head)
+    if not most:
         return 0
-    slices = -(-B * K // max(1, _SHARED_DS_BYTES // bytes_of_key_head))
-    return -(-B * K // slices) * (N // K)
+    tiles = -(-S // 64) * max(num_head_parts // K, 1)
+    items = (tiles + 1) // 2 if is_causal else tiles  # causal tiles are taken in pairs
+    multiprocessors = _HOPPER_MULTIPROCESSORS // (2 if head_dim > 256 else 1)  # or clusters
+
+    def rounds(key_heads: int) -> int:
+        slices, rest = divmod(B * K, key_heads)
+        return slices * -(-key_heads * items // multiprocessors) + -(-rest * items // multiprocessors)
+
+    fewest = min(map(rounds, range(least, most + 1)))
+    return group * next(x for x in range(least, most + 1) if rounds(x) <= 1.1 * fewest)
 
 
 def num_head_parts(q, k, v, is_causal: bool) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -301,12 +301,14 @@ def _workspace_avals(call: Pass, avals, *, operands: tuple[str, ...], options: A
     def num_planes() -> int:
         return _kernel_choice.num_planes(call, q, k, v, options)
 
+    def folded() -> Iterator[jax.core.ShapedArray]:
+        return (_fold(x, name) for x, name in zip((q, k, v), "qkv", strict=True))
+
     @functools.cache
     def num_head_parts() -> int:
         if q.dtype.itemsize > 2 and num_planes() != 1:
             return 0
-        folded = (_fold(x, name) for x, name in zip((q, k, v), "qkv", strict=True))
-        return _kernel_choice.num_head_parts(*folded, options.is_causal)
+        return _kernel_choice.num_head_parts(*folded(), options.is_causal)
 
     arrays = _workspace.arrays(
         _workspace.Call(
@@ -336,7 +338,10 @@ def _workspace_avals(call: Pass, avals, *, operands: tuple[str, ...], options: A
             num_key_parts=lambda: _kernel_choice.num_key_parts(q, k, v, operands, options, page_size),
             keeps_ds=lambda: call is BACKWARD_WITH_DS,
             num_shared_heads=lambda: _kernel_choice.num_shared_heads(
-                q, k, v, keeps_ds=call is BACKWARD_WITH_DS
+                *folded(),
+                is_causal=options.is_causal,
+                keeps_ds=call is BACKWARD_WITH_DS,
+                num_head_parts=num_head_parts(),
             ),
             sums_dq=lambda: _kernel_choice.sums_dq(
                 q,

@@ -95,28 +95,39 @@ def test_slices_have_the_same_bits(platform, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("q", "kv", "dtype", "heads"),
+    ("q", "kv", "dtype", "is_causal", "heads"),
     [
-        ((1, 4096, 8, 256), (4096, 8), "bfloat16", 8),  # 256 MiB
-        ((1, 4096, 10, 256), (4096, 10), "float16", 5),  # two equal slices
-        ((1, 16384, 8, 256), (16384, 4), "bfloat16", 2),
-        ((1, 32768, 8, 256), (16384, 8), "bfloat16", 1),
-        ((1, 32768, 8, 256), (32768, 8), "bfloat16", 0),  # 2 GiB of one head
-        ((1, 16384, 8, 256), (16384, 1), "bfloat16", 0),
-        ((2, 64, 8, 200), (4096, 8), "bfloat16", 16),
-        ((2, 65, 8, 256), (4096, 8), "bfloat16", 0),  # rows of 130 bytes
-        ((2, 64, 8, 192), (64, 8), "bfloat16", 16),  # with values of 192, too, the kernel for 256
-        ((2, 64, 8, 128), (64, 8), "bfloat16", 0),
-        ((1, 8192, 8, 512), (8192, 4), "bfloat16", 2),
-        ((2, 64, 8, 256), (64, 8), "float32", 0),
-        ((0, 64, 8, 256), (64, 8), "bfloat16", 0),
-        ((2, 64, 0, 256), (64, 0), "bfloat16", 0),
+        ((1, 4096, 8, 256), (4096, 8), "bfloat16", False, 8),  # 256 MiB
+        ((4, 4096, 8, 256), (4096, 8), "float16", False, 8),  # four slices of 512 tiles
+        (
+            (2, 8192, 16, 256),
+            (8192, 8),
+            "bfloat16",
+            True,
+            4,
+        ),  # 64 pairs of tiles leave half of a GPU idle, 128 do not
+        ((2, 8192, 16, 256), (8192, 8), "bfloat16", False, 2),
+        ((1, 8192, 8, 512), (8192, 4), "bfloat16", True, 2),  # 64 pairs for 66 clusters
+        ((1, 16384, 8, 256), (16384, 4), "bfloat16", True, 2),  # 1 GiB
+        ((1, 32768, 8, 256), (16384, 8), "bfloat16", False, 1),
+        ((1, 32768, 8, 256), (32768, 8), "bfloat16", False, 0),  # 2 GiB of one head
+        ((1, 16384, 8, 256), (16384, 1), "bfloat16", False, 0),
+        ((2, 64, 8, 200), (4096, 8), "bfloat16", False, 16),
+        ((2, 65, 8, 256), (4096, 8), "bfloat16", False, 0),  # rows of 130 bytes
+        ((2, 64, 8, 192), (64, 8), "bfloat16", False, 16),  # with values of 192, too, the kernel for 256
+        ((2, 64, 8, 128), (64, 8), "bfloat16", False, 0),
+        ((2, 64, 8, 256), (64, 8), "float32", False, 0),
+        ((0, 64, 8, 256), (64, 8), "bfloat16", False, 0),
+        ((2, 64, 0, 256), (64, 0), "bfloat16", False, 0),
     ],
 )
-def test_how_many_heads_share_ds(q, kv, dtype, heads, monkeypatch):
+def test_how_many_heads_share_ds(q, kv, dtype, is_causal, heads, monkeypatch):
     monkeypatch.setattr(_kernel_choice, "has_hopper", lambda: True)
     kernels = [f"backward sm90 {name} {size}" for name in (dtype, "tf32") for size in (128, 192, 256, 512)]
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
     q, k = (jax.core.ShapedArray(shape, jnp.dtype(dtype)) for shape in (q, (q[0], *kv, q[3])))
-    assert _kernel_choice.num_shared_heads(q, k, k, keeps_ds=False) == heads
-    assert _kernel_choice.num_shared_heads(q, k, k, keeps_ds=True) == 0
+    number = functools.partial(
+        _kernel_choice.num_shared_heads, q, k, k, is_causal=is_causal, num_head_parts=0
+    )
+    assert number(keeps_ds=False) == heads
+    assert number(keeps_ds=True) == 0
