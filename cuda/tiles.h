@@ -319,11 +319,11 @@ constexpr BackwardTile backward_tile(int head_dim, bool general) {
 // For two planes of each array: 128 keys, and one buffer of queries and dout.
 inline constexpr BackwardTile kFineBackwardTile = {64, 1, 1};  // 129, 225 KB
 
-// Does dq get a kernel of its own, though that takes 7 products instead of 5? At head dim 256 it was measured
-// to be 4 to 6 % faster. At 192, one kernel has neither registers nor shared memory for 128 keys, and with 64
-// its operands and sums of dq would pass through shared memory for longer than the products of both kernels
-// take. Above 256 there are no registers for it. (jax_flash/_kernel_choice.py relies on this: it then gives
-// no memory for sums of dq.)
+// Does dq get a kernel of its own, though that takes 7 products instead of 5, unless it finds ds in memory?
+// At head dim 256 it was measured to be 4 to 6 % faster. At 192, one kernel has neither registers nor shared
+// memory for 128 keys, and with 64 its operands and sums of dq would pass through shared memory for longer
+// than the products of both kernels take. Above 256 there are no registers for it.
+// (jax_flash/_kernel_choice.py relies on this: it then gives no memory for sums of dq.)
 constexpr bool backward_is_split(int head_dim) { return head_dim > 128; }
 
 // May that kernel keep ds? In 16 bits; up to head dim 128 the other one has it for dq. Above 256 neither

@@ -1,5 +1,5 @@
 // dq alone, without additions to global memory, on Hopper: above head dim 128, and wherever backward.cuh does
-// not sum it (sums_dq in jax_flash/_kernel_choice.py).
+// not sum it (sums_dq in jax_flash/_kernel_choice.py). Where ds is in memory, shared_dq.cuh takes its place.
 //
 // A thread block owns one tile, 64 rows of dq of one head for each of its two consumers, and walks the
 // visible blocks of keys from the last to the first. p, dp and ds stay in a warp's registers, and ds is the
