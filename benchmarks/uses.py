@@ -76,6 +76,7 @@ class Use:
     dtype: str = "bfloat16"
     precision: str | None = None  # None: jax_default_matmul_precision
     num_kv_heads: int | None = None  # None: as many as query heads
+    head_dim_v: int | None = None  # of values; None: the same
     seqlen_kv: int | None = None  # None: as many keys as queries
     is_trained: bool = True
     is_causal: bool = False
@@ -107,12 +108,13 @@ class Use:
     @property
     def is_in_jax_nn(self) -> bool:
         """Whether jax.nn can express the call."""
-        return self.soft_cap is None and not self.has_sinks
+        return self.soft_cap is None and not self.has_sinks and self.head_dim_v is None
 
     def shape(self, letters: str) -> tuple[int, ...]:
-        """The sizes of the axes: B batch, T queries, S keys, N query heads, K key heads, H head dim, and 1."""
+        """The sizes of the axes: B batch, T queries, S keys, N query heads, K key heads, H and V head dims, and 1."""
         sizes = {"1": 1, "B": self.batch, "T": self.seqlen_q, "S": self.num_keys}
         sizes |= {"N": self.num_heads, "K": self.kv_heads, "H": self.head_dim}
+        sizes |= {"V": self.head_dim_v or self.head_dim}
         return tuple(sizes[letter] for letter in letters)
 
     def divided(self, divisor: int) -> "Use":
@@ -135,7 +137,8 @@ class Use:
     def describe(self) -> str:
         """Sizes and options, as in the table."""
         heads = f"{self.num_heads}" + (f"/{self.kv_heads}" if self.kv_heads != self.num_heads else "")
-        words = [f"{self.batch:,} x {self.seqlen_q:,} x {heads} x {self.head_dim}"]
+        columns = f"{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v else "")
+        words = [f"{self.batch:,} x {self.seqlen_q:,} x {heads} x {columns}"]
         words += [f"{self.num_keys:,} keys"] if self.num_keys != self.seqlen_q else []
         words += ["causal"] if self.is_causal else []
         words += [f"window {self.window[0]:,}"] if self.window else []
@@ -158,6 +161,7 @@ LLAMA_70B = dict(num_kv_heads=8, num_heads=64, head_dim=128)
 MULTI_QUERY = dict(num_kv_heads=1, num_heads=32, head_dim=128)
 GEMMA = dict(num_kv_heads=8, num_heads=16, head_dim=256)
 GEMMA_GLOBAL = dict(num_kv_heads=4, num_heads=8, head_dim=512)
+DEEPSEEK = dict(num_heads=16, head_dim=192, head_dim_v=128)  # of 128, on each of 8 GPUs
 GPT_OSS = dict(num_kv_heads=8, num_heads=64, head_dim=64)
 CACHE = dict(is_cached=True, is_trained=False)
 
@@ -206,6 +210,7 @@ USES = (
     Use("gemma", "Gemma", 2, 8192, **GEMMA, is_causal=True),
     Use("gemma_window", "Gemma: a local layer", 2, 8192, **GEMMA, is_causal=True, window=(1023, 0)),
     Use("gemma_global", "Gemma 4: a global layer", 1, 8192, **GEMMA_GLOBAL, is_causal=True),
+    Use("deepseek", "DeepSeek: latent attention", 2, 8192, **DEEPSEEK, is_causal=True),
     Use("gpt_oss", "GPT-OSS", 1, 8192, **GPT_OSS, is_causal=True, window=(127, 0), has_sinks=True),
     Use("alibi", "MPT: ALiBi", 4, 2048, 32, 128, is_causal=True, has_alibi=True),
     # float32.
@@ -255,7 +260,7 @@ class Operands(NamedTuple):
 def make_operands(use: Use) -> Operands:
     """Random normal floating-point arrays, and the arrays that the options need."""
     dtype = jnp.dtype(use.dtype)
-    shapes = {"query": "BTNH", "key": "BSKH", "value": "BSKH", "dout": "BTNH"}
+    shapes = {"query": "BTNH", "key": "BSKH", "value": "BSKV", "dout": "BTNV"}
     shapes |= {"bias": use.bias} if use.bias else {}
     shapes |= {"sinks": "N"} if use.has_sinks else {}
     keys = jax.random.split(jax.random.key(0), len(shapes))
@@ -348,7 +353,7 @@ def theirs(use: Use, implementation: str) -> Callable[..., jax.Array]:
         return gathering(use, attention) if use.page_size else attention
     if implementation == "xla":
         return ours(use, implementation)
-    raise NotImplementedError("jax.nn has no soft cap and no sinks.")
+    raise NotImplementedError("jax.nn has no soft cap, no sinks, and values of the same head dim.")
 
 
 def gathering(use: Use, attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

@@ -345,13 +345,16 @@ constexpr BackwardDqTile backward_dq_tile(int head_dim, bool general) {
   return {general ? 32 : 48, 2};  // 192, 224 KB, above head dim 256 225 KB (wide_backward_dq.cuh)
 }
 
-// Of the kernel for dq that reads ds from memory.
+// Of the kernel for dq that reads ds from memory. dq takes head_dim / 2 of a thread's 240 registers (2
+// consumers) or 160 (3).
 struct SharedDqTile {
   int consumers;  // warpgroups that compute, with 64 query rows each
   int block_n;    // key rows
   int stages;     // buffers of block_n keys and of ds
 };
-inline constexpr SharedDqTile kSharedDqTile = {2, 64, 4};  // 192 KB
+constexpr SharedDqTile shared_dq_tile(int head_dim) {
+  return {2, 64, head_dim <= 192 ? 5 : 4};  // 200, 192 KB
+}
 
 struct TangentTile {
   int consumers;  // warpgroups that compute, with 64 query rows each

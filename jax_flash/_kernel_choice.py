@@ -220,7 +220,7 @@ def num_shared_heads(q, k, v, *, is_causal: bool, keeps_ds: bool, num_head_parts
     if not all(isinstance(size, int) and size > 0 for size in (B, T, N, S, K)) or keeps_ds:
         return 0
     head_dim = _hopper_head_dim("backward", q, v)
-    if q.dtype.itemsize != 2 or head_dim < 256 or T % 8:  # TMA's unit
+    if q.dtype.itemsize != 2 or head_dim < 192 or T % 8:  # TMA's unit
         return 0
     group = N // K
     bytes_of_key_head = 2 * T * S * group
@@ -228,9 +228,11 @@ def num_shared_heads(q, k, v, *, is_causal: bool, keeps_ds: bool, num_head_parts
     most = min(B * K, _MOST_SHARED_DS_BYTES // bytes_of_key_head)
     if not most:
         return 0
-    tiles = -(-S // 64) * max(num_head_parts // K, 1)
-    items = (tiles + 1) // 2 if is_causal else tiles  # causal tiles are taken in pairs
+    tiles = -(-S // (64 if head_dim > 192 else 128)) * max(num_head_parts // K, 1)
+    items = (tiles + 1) // 2 if is_causal and T == S else tiles  # causal tiles are taken in pairs
     multiprocessors = _HOPPER_MULTIPROCESSORS // (2 if head_dim > 256 else 1)  # or clusters
+    if least * items >= 10 * multiprocessors:
+        return group * least
 
     def rounds(key_heads: int) -> int:
         slices, rest = divmod(B * K, key_heads)

@@ -1,4 +1,4 @@
-"""Above head dim 192, Hopper's kernel for dk and dv leaves ds in memory for dq: cuda/sm90/shared_dq.cuh."""
+"""Above head dim 128, Hopper's kernel for dk and dv leaves ds in memory for dq: cuda/sm90/shared_dq.cuh."""
 
 import functools
 
@@ -16,6 +16,7 @@ from jax_flash import _ffi, _kernel_choice
 
 # Queries are a multiple of 8.
 case = functools.partial(cases.case, batch=2, n=4, k=2, h=256)
+mla = functools.partial(cases.case, batch=2, n=4, k=2, h=192, hv=128)
 CASES = [
     case("full", t=192, s=131),
     case("causal", t=328, s=328, is_causal=True),
@@ -53,6 +54,48 @@ CASES = [
         dropout_seed=1,
         dropout_rate=0.2,
     ),
+    case("half of a tile", t=64, s=1000, k=4),
+    case("more tiles than multiprocessors", t=8, s=64 * 140, n=1, k=1),
+    # Of 192 columns, with values of 128: blocks of 48 queries, or 32, do not divide the 64 that dq's kernel takes.
+    mla("192: full", t=192, s=131),
+    mla("192: causal", t=328, s=328, is_causal=True),
+    mla(
+        "192: window, offset", t=152, s=310, is_causal=True, local_window_size=(70, 0), query_offset=(150, 50)
+    ),
+    mla("192: window on both sides", t=264, s=520, k=4, local_window_size=(30, 40)),
+    mla("192: window and bias", t=488, s=450, local_window_size=(20, 9), bias=Bias("1NT1")),
+    mla(
+        "192: lengths",
+        batch=3,
+        t=200,
+        s=190,
+        query_seq_lengths=(200, 0, 65),
+        key_value_seq_lengths=(80, 3, 190),
+    ),
+    mla("192: rows that see nothing", t=200, s=300, query_offset=(-130, 10), is_causal=True),
+    mla("192: a row", t=8, s=300, n=8, k=1),
+    mla("192: head dim 136, values of 64", t=136, s=150, h=136, hv=64),
+    mla("192: mask", t=200, s=300, mask=Mask("BNTS", visible=0.02)),
+    mla("192: segments", t=264, s=264, is_causal=True, segment_ids=Segments((0, 1, 2))),
+    mla(
+        "192: everything",
+        t=152,
+        s=140,
+        h=168,
+        hv=104,
+        scale=0.05,
+        is_causal=True,
+        local_window_size=(100, 3),
+        logits_soft_cap=3.0,
+        query_seq_lengths=(152, 101),
+        key_value_seq_lengths=(131, 140),
+        query_offset=(30, -20),
+        bias=Bias("1NT1", dtype="float32"),
+        mask=Mask("BNTS", visible=0.8),
+        segment_ids=Segments((0, 1)),
+        dropout_seed=1,
+        dropout_rate=0.2,
+    ),
 ]
 
 
@@ -75,23 +118,33 @@ def test_is_close_to_exact(case, dtype, key_heads, deterministic, platform, monk
     harness.check_operands(gradients, case, dtype, dtype)
 
 
-def test_slices_have_the_same_bits(platform, monkeypatch):
+@pytest.mark.parametrize("parts", [0, 4], ids=["", "query heads in parts"])
+@pytest.mark.parametrize(("h", "hv"), [(192, 128), (256, 256), (512, 512)])
+def test_slices_have_the_same_bits(h, hv, parts, platform, monkeypatch):
     if platform == "cpu" or not harness.is_hopper():
         pytest.skip("needs Hopper")
     keys = jax.random.split(jax.random.key(0), 4)
-    q, dout = (jax.random.normal(key, (3, 200, 4, 256), jnp.bfloat16) for key in keys[:2])
-    k, v = (jax.random.normal(key, (3, 210, 2, 256), jnp.bfloat16) for key in keys[2:])
+    q, k, v, dout = (
+        jax.random.normal(key, (3, *shape), jnp.bfloat16)
+        for key, shape in zip(keys, [(200, 4, h), (210, 2, h), (210, 2, hv), (200, 4, hv)], strict=True)
+    )
+    monkeypatch.setattr(_kernel_choice, "num_head_parts", lambda *_: parts)
 
-    def gradients(heads: int):
+    def gradients(heads: int) -> list[np.ndarray]:
         monkeypatch.setattr(_kernel_choice, "num_shared_heads", lambda *_, **__: heads)
         jax.clear_caches()
         attend = functools.partial(jax_flash.flash_attention, is_causal=True)
-        return jax.jit(lambda *args: jax.vjp(attend, *args[:3])[1](args[3]))(q, k, v, dout)
+        results = jax.jit(lambda *args: jax.vjp(attend, *args[:3])[1](args[3]))(q, k, v, dout)
+        return [np.asarray(x, np.float32) for x in results]
 
     want = gradients(12)
     for heads in (2, 8):  # 8: the last slice is shorter
         for got, exact in zip(gradients(heads), want, strict=True):
-            np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(exact, np.float32))
+            np.testing.assert_array_equal(got, exact)
+    dq, dk, dv = gradients(0)
+    np.testing.assert_array_equal(dk, want[1])
+    np.testing.assert_array_equal(dv, want[2])
+    assert 0 < np.abs(dq - want[0]).max() < 0.01  # by another kernel
 
 
 @pytest.mark.parametrize(
@@ -131,3 +184,13 @@ def test_how_many_heads_share_ds(q, kv, dtype, is_causal, heads, monkeypatch):
     )
     assert number(keeps_ds=False) == heads
     assert number(keeps_ds=True) == 0
+
+
+def test_how_many_heads_of_192_columns_share_ds(monkeypatch):
+    monkeypatch.setattr(_kernel_choice, "hopper_head_dim", lambda *_: 192)
+    monkeypatch.setattr(_kernel_choice, "has_hopper", lambda: True)
+    q, v = (jax.core.ShapedArray((1, 6144, 16, size), jnp.dtype("bfloat16")) for size in (192, 128))
+    got = _kernel_choice.num_shared_heads(q, q, v, is_causal=False, keeps_ds=False, num_head_parts=0)
+    assert (
+        got == 8
+    )  # two times 384 tiles of 128 keys: six rounds, where three heads at a time would take eleven

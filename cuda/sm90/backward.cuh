@@ -18,12 +18,13 @@
 // up afterwards, in a fixed order (num_head_parts in jax_flash/_kernel_choice.py chooses how many).
 //
 // dq, which other blocks share, is added to dq_accum by TMA (kWithDq), when deterministic in
-// turns, or left to backward_dq.cuh. Python chooses by speed (sums_dq in jax_flash/_kernel_choice.py). Where
+// turns, or left to another kernel: to backward_dq.cuh, or with ds, which leaves transposed, to
+// shared_dq.cuh. Python chooses by speed (sums_dq and num_shared_heads in jax_flash/_kernel_choice.py). Where
 // one block has all keys, it writes dq there.
 //
 //   warp 0      draws the next item; loads k, then q
 //   warp 1      loads v, then dout
-//   warp 2      loads lse and delta
+//   warp 2      loads lse and delta; where ds leaves for shared_dq.cuh, clears ds beside that
 //   warp 3      with dq: adds it to dq_accum, 64 rows at once, or writes it there; copies ds to memory, if
 //               that is wanted
 //   warps 4...  two consumers
@@ -75,10 +76,10 @@
 //   item empty   11, without dq 10: a lane of   item             warp 0      the same, until all have read
 //                each warp that reads it                                     it
 //   bar 1        256: both consumers            block of         both        ds, and p^T where it is shared,
-//                                               queries, but                 until both have written it; at
-//                                               for kByKeys                  a tile's end, what dk and dv
-//                                               without dq;                  overwrite
-//                                               tile
+//                                               queries, but                 until both have written it, and
+//                                               for kByKeys                  TMA has read the last block's
+//                                               without dq;                  ds^T; at a tile's end, what dk
+//                                               tile                         and dv overwrite
 //   bar 2        256: both consumers            tile, with dq,   both        dk and dv, which leave from the
 //                                               not planes                   places of ds and dq, until the
 //                                                                            next tile writes there
@@ -178,9 +179,9 @@ struct BackwardConfig {
   static_assert(kByKeys || !kWithDq);
   // May ds leave from shared memory, where it is for dq?
   static constexpr bool kMayKeepDs = kWithDq && !kPlanes && kPolicy.is_general();
-  // May ds^T leave for another kernel's dq?
-  static constexpr bool kMayShareDs = !kByKeys && !kPlanes;
-  static_assert(!kMayShareDs || (kBlockM == 64 && kBlockN == 64));
+  // May ds^T leave for shared_dq.cuh?
+  static constexpr bool kMayShareDs = backward_is_split(kHeadDim) && !kPlanes;
+  static_assert(!kMayShareDs || kByKeys || (kBlockM == 64 && kBlockN == 64));
   static constexpr int kDqColumns = kDqByRows ? kHeadDim : kHeadDim / 2;
   static constexpr int kDqParts = kWithDq ? kBlockM / 64 : 1;  // of 64 rows, which are added together
 
@@ -425,6 +426,32 @@ struct BackwardLoader {
     }
     __syncwarp();
     q_ring.advance(work.all_blocks);
+  }
+
+  // The kernel for dq takes ds of 64 queries at a time: zeros where some of them are before the first block
+  // of queries or behind the last.
+  __device__ __forceinline__ void clear_beside_ds(const BackwardTileWork<Config>& work) const {
+    if constexpr (Config::kMayShareDs && Config::kBlockM % 64 != 0) {
+      if (!arguments.shares_ds || work.m_blocks == 0) return;
+      const BackwardParams& params = arguments.params;
+      const int begin = work.m_begin, end = begin + Config::kBlockM * work.m_blocks;
+      const int before = begin % 64 / 8, first = begin - 8 * before;  // in pieces of 8 queries: 16 bytes
+      const int last = min((end + 63) / 64 * 64, static_cast<int>(params.seqlen_q));
+      const int pieces = before + max(last - end, 0) / 8;
+      const int keys = min(Config::kBlockN, static_cast<int>(params.seqlen_kv) - work.n_start);
+#pragma unroll 1
+      for (int i = 0; i < arguments.part_heads; ++i) {
+        const int head = work.part * arguments.part_heads + i;
+        if (work.queries(params, head).is_listed()) return;  // whole blocks of 64
+        const int of_all = work.batch * static_cast<int>(params.num_heads) + head;
+#pragma unroll 1
+        for (int j = lane_id(); j < keys * pieces; j += 32) {
+          const int key = j / pieces, piece = j - key * pieces;
+          const int query = piece < before ? first + 8 * piece : end + 8 * (piece - before);
+          *reinterpret_cast<uint4*>(shared_ds_at(arguments, of_all, work.n_start + key, query)) = {};
+        }
+      }
+    }
   }
 
   // Adds what the consumers leave of dq, behind bar 1: ds is complete, too. Few large additions: with eight
@@ -691,7 +718,7 @@ struct BackwardConsumer {
       // Behind the barrier the next block's ds may take the place of the last block's.
       if (sends_ds && ptx::elect_one()) ptx::tensor_store_wait_read();
       exchange();
-      if (sends_ds) share_ds(pairs.head.index, work.n_start, m_start);
+      if (sends_ds) send_ds(pairs.head.index, work.n_start, m_start);
       issue_gradient(dv, p, shared.sP(ds_stage), sDout);
     }
     if constexpr (Config::kWithDq) {
@@ -705,7 +732,13 @@ struct BackwardConsumer {
       ptx::keep_in_place(dq[0]);
       store_dq(dq);
     } else {
-      issue_gradient(dk, ds_operand, shared.sDs(ds_stage), sQ);
+      if constexpr (kByKeys && Config::kMayShareDs) {
+        const SharedDs shared_ds(ds_operand);
+        issue_gradient(dk, ds_operand, shared.sDs(ds_stage), sQ);
+        shared_ds.store(arguments, pairs.head.index, work.n_start + warp_row(), m_start);
+      } else {
+        issue_gradient(dk, ds_operand, shared.sDs(ds_stage), sQ);
+      }
       ptx::wgmma_wait<1>();
       ptx::keep_in_place(dv[0]);
       dout.release_by_warpgroup();
@@ -952,7 +985,7 @@ struct BackwardConsumer {
   }
 
   // By one warp, when ds^T of both consumers is there. `head`: of all batch elements'.
-  __device__ __forceinline__ void share_ds(int head, int n_start, int m_start) const {
+  __device__ __forceinline__ void send_ds(int head, int n_start, int m_start) const {
     if (!ptx::elect_one()) return;
     ptx::tensor_store(arguments.shared_ds_map, shared.sDs(ds_stage), m_start, 0, n_start,
                       head - arguments.first_shared_head);
@@ -1121,7 +1154,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else if (warp == 1) {
       for_each([&](const auto& work) { loader.template load_rows</*kIsQueries=*/false>(work); });
     } else if (warp == 2) {
-      for_each([&](const auto& work) { loader.load_stats(work); });
+      for_each([&](const auto& work) {
+        loader.load_stats(work);
+        loader.clear_beside_ds(work);
+      });
     } else {
       if constexpr (Config::kWithDq) for_each([&](const auto& work) { loader.add_dq(work); });
     }
@@ -1184,8 +1220,7 @@ Status launch_tiles_of_keys(BackwardArguments& arguments, const LaunchContext& c
 template <class Config>
 Status launch_slices(BackwardArguments& arguments, const LaunchContext& context) {
   using Element = typename Config::Element;
-  using DqConfig =
-      SharedDqConfig<typename Config::Arithmetic, Config::kHeadDim, Config::kPolicy.may_have_mask()>;
+  using DqConfig = SharedDqConfig<Config>;
   const BackwardParams& params = arguments.params;
   const int64_t all_heads = params.batch * params.num_heads, heads = params.num_shared_heads;
   if (!make_tensor_map<Element>(params.shared_ds, heads, params.seqlen_kv, 1, params.seqlen_q,

@@ -1,5 +1,6 @@
 // Which tiles of queries there are for dq on Hopper, what is known of each, and what probabilities its scores
-// become. For backward_dq.cuh and wide_backward_dq.cuh, whose Config says how large a tile is.
+// become. For backward_dq.cuh and wide_backward_dq.cuh, whose Config says how large a tile is; shared_dq.cuh
+// has the same tiles.
 #pragma once
 
 #include <cuda.h>

@@ -7,10 +7,12 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "accumulator.cuh"
 #include "launch.h"
 #include "mask.cuh"
 #include "pairs.cuh"
 #include "params.h"
+#include "ptx/memory.h"
 #include "sm90/cluster.cuh"
 #include "sm90/fragments.cuh"
 #include "sm90/item_ring.cuh"
@@ -94,7 +96,7 @@ struct BackwardArguments {
   int part_heads;  // query heads of a part
   bool keeps_ds;   // does ds leave for the gradient of a bias?
   bool writes_dq;  // is there nothing to add to?
-  // Does ds leave for another kernel's dq? And the head, of all batch elements', whose ds comes first there.
+  // Does ds leave for shared_dq.cuh? And the head, of all batch elements', whose ds comes first there.
   bool shares_ds = false;
   int first_shared_head = 0;
 };
@@ -134,6 +136,62 @@ struct BackwardTileWork {
   __device__ __forceinline__ typename Config::Queries queries(const BackwardParams& params, int head) const {
     const int first = m_begin / Config::kBlockM;
     return {params, batch, head, n_start, first, first + m_blocks};
+  }
+};
+
+// Where ds^T [num_shared_heads, S, T] of `head`, of all batch elements', has a pair.
+__device__ __forceinline__ uint16_t* shared_ds_at(const BackwardArguments& arguments, int head, int key,
+                                                  int query) {
+  const BackwardParams& params = arguments.params;
+  const int64_t row = int64_t{head - arguments.first_shared_head} * params.seqlen_kv + key;
+  return static_cast<uint16_t*>(params.shared_ds) + row * params.seqlen_q + query;
+}
+
+// Of four lanes with four words each: word i of lane j becomes word j of lane i.
+__device__ __forceinline__ void transpose_in_quad(uint32_t (&words)[4]) {
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2) {
+    const bool is_upper = lane_id() & bit;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      uint32_t &low = words[i], &high = words[i + bit];
+      const uint32_t other = __shfl_xor_sync(0xffffffff, is_upper ? low : high, bit);
+      low = is_upper ? other : low, high = is_upper ? high : other;
+    }
+  }
+}
+
+// ds^T of a warp's 16 keys, an operand of steps of 16 queries, on its way to shared_dq.cuh: whole sectors of
+// 32 bytes, for which lanes exchange what they have. Half of a sector at a time, and before the products, the
+// kernel for head dim 192 took 30 % longer.
+template <int kSteps>
+struct SharedDs {
+  uint32_t rows[kSteps][4];  // of one of the four matrices of 8 keys and queries
+
+  __device__ __forceinline__ explicit SharedDs(const uint32_t (&ds)[kSteps][4]) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) rows[step][i] = ds[step][i];
+      transpose_in_quad(rows[step]);
+    }
+  }
+
+  // Does nothing unless ds is shared. Without a branch: products may be under way. `head`: of all batch
+  // elements'.
+  __device__ __forceinline__ void store(const BackwardArguments& arguments, int head, int key0,
+                                        int query0) const {
+    const int matrix = lane_id() % 4;
+    const int key = key0 + accumulator_row(0, matrix % 2), query = query0 + 8 * (matrix / 2);
+    const int end = arguments.shares_ds && key < static_cast<int>(arguments.params.seqlen_kv)
+                        ? static_cast<int>(arguments.params.seqlen_q)
+                        : 0;
+    uint16_t* const to = shared_ds_at(arguments, head, key, query);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      ptx::store_global_x4_if(query + 16 * step < end, to + 16 * step, rows[step]);
+    }
   }
 };
 

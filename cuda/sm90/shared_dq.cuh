@@ -22,12 +22,13 @@
 //   full, in     1: warp 0 for keys, warp 1     block of keys    consumers   keys; ds
 //   two parts    for ds, with TMA
 //   empty        a thread of each consumer      block of keys    warps 0, 1  the same, until dq += ds k is
-//   done tail         1: warp 0, with TMA            block with rows  warp 0      rows that it then fills
-//   with
+//                                                                            done
+//   tail         1: warp 0, with TMA            block with rows  warp 0      rows that it then fills with
 //                                               that do not                  zeros, before it arrives at
 //                                               count                        full itself
-//   bar 1        all consumers                  the only one     consumers   keys, which dq takes the place
-//   of
+//   bar 1        all consumers                  the only one     consumers   keys, whose place dq takes
+//   bar 2, 3     128: a consumer                block of keys    a consumer  "empty", at which one thread
+//                                               that it skips                arrives for four warps
 #pragma once
 
 #include <cuda.h>
@@ -42,11 +43,11 @@
 #include "mask.cuh"
 #include "params.h"
 #include "ptx/barrier.h"
+#include "ptx/grid.h"
 #include "ptx/memory.h"
 #include "ptx/tensor_copy.h"
 #include "ptx/wgmma.h"
 #include "sm90/backward_dq_tiles.cuh"
-#include "sm90/cluster.cuh"
 #include "sm90/output.cuh"
 #include "sm90/product.cuh"
 #include "sm90/ring.cuh"
@@ -57,18 +58,22 @@
 
 namespace jax_flash::cuda::sm90 {
 
-template <class Arithmetic_, int kHeadDim_, bool kMayBeListed>
+// `Dkv`: the Config of the kernel for dk and dv.
+template <class Dkv>
 struct SharedDqConfig {
-  using Arithmetic = Arithmetic_;
+  using Arithmetic = typename Dkv::Arithmetic;
   using Element = typename Arithmetic::Element;
-  static constexpr int kClusterBlocks = 1;
-  static constexpr int kColumns = std::min(kHeadDim_, 256), kColumnTiles = ceil_div(kHeadDim_, kColumns);
-  static constexpr SharedDqTile kTile = kSharedDqTile;
+  static constexpr int kColumns = std::min(Dkv::kHeadDim, 256),
+                       kColumnTiles = ceil_div(Dkv::kHeadDim, kColumns);
+  static constexpr SharedDqTile kTile = shared_dq_tile(Dkv::kHeadDim);
   static constexpr int kConsumers = kTile.consumers, kThreads = 128 * (1 + kConsumers);
   static constexpr int kBlockM = 64 * kConsumers, kBlockN = kTile.block_n, kStages = kTile.stages;
-  using Keys = BlockList<kMayBeListed, /*kOfQueries=*/true, kBlockM, kBlockN>;
-  static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : 24;
-  static constexpr int kConsumerRegisters = kConsumers > 2 ? 160 : 240;
+  using Keys = BlockList<Dkv::kPolicy.may_have_mask(), /*kOfQueries=*/true, kBlockM, kBlockN>;
+  // A tile of that kernel has so many keys, and goes through blocks of so many queries.
+  static constexpr int kDsKeys = Dkv::kBlockN, kDsQueries = Dkv::kBlockM;
+  static_assert(kDsKeys % kBlockN == 0);
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static_assert(kConsumers == 2, "a product of 256 columns does not fit into the registers of more threads");
 
   // Shared memory: kStages times keys [kBlockN, kColumns] in chunks of columns, and ds^T [kBlockN, 64] of
   // each consumer, swizzled.
@@ -87,7 +92,17 @@ struct SharedDqArguments {
   CUtensorMap dq_map;  // [B, T, N, H] in boxes of 16 rows: a warp's
   BackwardParams params;
   float scale;
-  int first_head;  // of all batch elements': that of the first ds
+  unsigned first_head, num_heads;  // of all batch elements': those of this launch
+  unsigned section_heads;
+
+  // The number, among those of all heads, of a tile of this launch. In a section the last rows of all heads
+  // come first: causal tiles would otherwise be long at the end, too.
+  __device__ unsigned tile_of_all(unsigned tile, unsigned m_blocks) const {
+    const unsigned section = tile / (section_heads * m_blocks);
+    const unsigned first = section * section_heads, in_section = tile - first * m_blocks;
+    const unsigned heads = min(section_heads, num_heads - first), place = in_section / heads;
+    return (first_head + first + in_section - place * heads) * m_blocks + place;
+  }
 };
 
 // Addresses in shared memory.
@@ -109,11 +124,13 @@ struct SharedDqShared {
 
 // Did the kernel for dk and dv go through block n of keys with the 64 queries from `row` on? If not, memory
 // has anything in the place of their ds. `part`: of the tile.
-template <class Work>
-__device__ __forceinline__ bool has_ds(const Work& work, int n, int part, int row) {
+template <class Config>
+__device__ __forceinline__ bool has_ds(const BackwardDqWork<Config>& work, int n, int part, int row) {
   if (work.keys.is_listed()) return work.keys.entry(n).is_visible(part);
-  const QueryBlocks seen_by = work.mask.template query_blocks<64>(work.keys.start(n), 64);
-  return row >= seen_by.start && row < seen_by.start + 64 * seen_by.count;
+  constexpr int kKeys = Config::kDsKeys, kQueries = Config::kDsQueries;
+  const int key = work.keys.start(n) / kKeys * kKeys;
+  const QueryBlocks seen_by = work.mask.template query_blocks<kQueries>(key, kKeys);
+  return seen_by.count > 0 && row + 64 > seen_by.start && row < seen_by.start + kQueries * seen_by.count;
 }
 
 template <class Config>
@@ -130,12 +147,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::barrier_init(shared.tail(), 1);
     ptx::barrier_init_fence();
   }
-  const unsigned m_blocks = static_cast<unsigned>(ceil_div(params.seqlen_q, Config::kBlockM));
-  const unsigned tile = first_item<Config>();  // the column tiles of the same rows run side by side
-  const BackwardDqWork<Config> work(params, arguments.first_head * m_blocks + tile / Config::kColumnTiles);
-  const int first_column = static_cast<int>(tile % Config::kColumnTiles) * Config::kColumns;
   __syncthreads();
+  ptx::wait_for_grid_before();
 
+  const unsigned m_blocks = static_cast<unsigned>(ceil_div(params.seqlen_q, Config::kBlockM));
+  const unsigned tile = blockIdx.x;  // the column tiles of the same rows run side by side
+  const BackwardDqWork<Config> work(params, arguments.tile_of_all(tile / Config::kColumnTiles, m_blocks));
+  const int first_column = static_cast<int>(tile % Config::kColumnTiles) * Config::kColumns;
   const int warpgroup = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);
   auto ring = shared.ring();
 
@@ -155,7 +173,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         ring.advance();
       }
     } else if (warp == 1 && ptx::elect_one()) {
-      const int head = work.batch * static_cast<int>(params.num_heads) + work.head - arguments.first_head;
+      const int head = work.batch * static_cast<int>(params.num_heads) + work.head -
+                       static_cast<int>(arguments.first_head);
 #pragma unroll 1
       for (int n = work.keys.count - 1; n >= 0; --n) {
         ring.wait_empty();
@@ -183,12 +202,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     at.wait_full(shared.kKeys);
     at.wait_full(shared.kDs);
     if (has_ds(work, n, consumer, work.m_start + 64 * consumer)) {
-      issue_transposed_sum<Arithmetic, kBlockN>(dq, uniform(shared.sDs(at.stage, consumer)),
-                                                uniform(shared.sK(at.stage)), Config::kChunkBytes);
+      issue_sum<Arithmetic, kBlockN, /*kAccumulate=*/true, kChunkRowBytes, /*kAAlongM=*/true>(
+          dq, uniform(shared.sDs(at.stage, consumer)), 0, uniform(shared.sK(at.stage)), Config::kChunkBytes);
       ptx::wgmma_wait<0>();
       ptx::keep_in_place(dq[0]);
+    } else {
+      ptx::named_barrier_wait(2 + consumer, 128);  // no product holds the four warps together
     }
-    __syncwarp();
     at.release_by_warpgroup();
     ring.advance();
   }
@@ -228,8 +248,14 @@ Status launch_shared_dq(const BackwardParams& params, int64_t first_head, int64_
   using Element = typename Config::Element;
   const int64_t B = params.batch, T = params.seqlen_q, S = params.seqlen_kv;
   const int64_t N = params.num_heads, K = params.num_kv_heads, H = params.head_dim;
-  SharedDqArguments arguments{
-      .params = params, .scale = LogitScale(params).scale, .first_head = static_cast<int>(first_head)};
+  // A section has about two tiles for each multiprocessor: few heads, of which keys stay in L2.
+  const int64_t m_blocks = ceil_div(T, Config::kBlockM);
+  const int64_t section = ceil_div(2 * context.multiprocessors, m_blocks * Config::kColumnTiles);
+  SharedDqArguments arguments{.params = params,
+                              .scale = LogitScale(params).scale,
+                              .first_head = static_cast<unsigned>(first_head),
+                              .num_heads = static_cast<unsigned>(heads),
+                              .section_heads = static_cast<unsigned>(std::min(section, heads))};
   const bool has_maps = make_tensor_map<Element>(params.shared_ds, params.num_shared_heads, S, 1, T,
                                                  Config::kBlockN, &arguments.ds_map) &&
                         make_tensor_map<Element>(params.k, B, S, K, H, Config::kBlockN, &arguments.k_map) &&
@@ -238,9 +264,8 @@ Status launch_shared_dq(const BackwardParams& params, int64_t first_head, int64_
   if (const Status status = launch_lists(params, Config::Keys::shape(), context); status.failed()) {
     return status;
   }
-  return launch_tiles<Config>(shared_dq_kernel<Config>,
-                              ceil_div(T, Config::kBlockM) * heads * Config::kColumnTiles, context,
-                              arguments);
+  return launch_early(shared_dq_kernel<Config>, m_blocks * heads * Config::kColumnTiles, Config::kThreads,
+                      Config::kSharedBytes, context, arguments);
 }
 
 }  // namespace jax_flash::cuda::sm90

@@ -453,27 +453,7 @@ struct WideBackwardConsumer {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) ptx::store_shared_x4(own_piece(step), ds[step]);
     ptx::barrier_arrive(shared.ds_ready(consumer, warp));
-    if (arguments.shares_ds) share_ds(ds, pairs.head.index, row0, m_start);
-  }
-
-  // For another kernel's dq, in which ds^T is [heads, S, T]: a quad of lanes writes 16 bytes of a row at a
-  // time. `head`: of all batch elements'.
-  __device__ __forceinline__ void share_ds(const Operand& ds, int head, int row0, int m_start) const {
-    const BackwardParams& params = arguments.params;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = row0 + accumulator_row(0, h);
-      if (row >= static_cast<int>(params.seqlen_kv)) continue;
-      const int64_t index = int64_t{head - arguments.first_shared_head} * params.seqlen_kv + row;
-      auto* const to = static_cast<uint16_t*>(params.shared_ds) + index * params.seqlen_q;
-#pragma unroll
-      for (int nt = 0; nt < kTiles; ++nt) {
-        const int column = m_start + accumulator_column(nt, 0);
-        if (column < static_cast<int>(params.seqlen_q)) {
-          *reinterpret_cast<uint32_t*>(to + column) = ds[nt / 2][nt % 2 * 2 + h];
-        }
-      }
-    }
+    SharedDs(ds).store(arguments, pairs.head.index, row0, m_start);
   }
 
   // ---- dk += ds^T q or dv += p^T dout, this consumer's columns, for the block of queries in `stage` ----

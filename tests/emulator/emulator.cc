@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <deque>
 #include <mutex>
+#include <random>
 #include <vector>
 
 dim3 threadIdx, blockIdx, blockDim, gridDim;
@@ -59,7 +60,9 @@ struct Machine {
   int shared_bytes, block_threads, num_threads, current;
   unsigned first_block;   // of the cluster
   int step = 1;           // from a thread to the next one that runs
+  int late_warp;          // which runs when no other thread gets on; some blocks have none
   int64_t idle_switches;  // since a thread last got on
+  std::minstd_rand random;
   const std::function<void()>* kernel;
   ucontext_t caller;
 };
@@ -91,9 +94,12 @@ void switch_to(int next, int before) {
 void yield() {
   if (++machine.idle_switches > int64_t{4} * kMaxCluster * kMaxThreads) report_deadlock();
   int next = machine.current;
+  const bool waits_for_late =
+      machine.current / kWarp == machine.late_warp || machine.idle_switches > machine.num_threads;
   do {
     next = (next + machine.step + machine.num_threads) % machine.num_threads;
-  } while (machine.threads[next].is_done);
+  } while (next != machine.current &&
+           (machine.threads[next].is_done || (next / kWarp == machine.late_warp && !waits_for_late)));
   if (next != machine.current) switch_to(next, machine.current);
 }
 
@@ -150,6 +156,7 @@ void run_cluster() {
   }
   const int blocks = machine.num_threads / machine.block_threads;
   for (int rank = 0; rank < blocks; ++rank) begin_hopper_block(rank);
+  machine.late_warp = static_cast<int>(machine.random() % (2 * machine.num_threads / kWarp));
   machine.current = 0;
   note_progress();
   threadIdx.x = 0;

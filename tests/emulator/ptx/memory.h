@@ -20,6 +20,10 @@ void copy_async_wait() {
   emulator::wait_for_copies(kPending);
 }
 
+inline void store_global_x4_if(bool holds, void* global, const uint32_t (&r)[4]) {
+  if (holds) std::memcpy(global, r, sizeof r);
+}
+
 inline void load_matrix_x4(uint32_t (&r)[4], uint32_t shared) {
   const auto rows = emulator::from_all_lanes(shared);
   const int lane = threadIdx.x % 32;
