@@ -353,7 +353,7 @@ def theirs(use: Use, implementation: str) -> Callable[..., jax.Array]:
         return gathering(use, attention) if use.page_size else attention
     if implementation == "xla":
         return ours(use, implementation)
-    raise NotImplementedError("jax.nn has no soft cap, no sinks, and values of the same head dim.")
+    raise NotImplementedError("jax.nn has no soft cap, no sinks, and no values of another head dim.")
 
 
 def gathering(use: Use, attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

@@ -51,7 +51,7 @@ const Constant kConstants[] = {
     {"kVisibilityBlock", kVisibilityBlock}, {"kKeyUnit", kKeyUnit},
     {"kDecodeQueries", kDecodeQueries},     {"kStatsRows", kStatsRows},
     {"kFragmentRows", kFragmentRows},       {"kShortLength", kShortLength},
-    {"kPlaneScales", kPlaneScales},
+    {"kPlaneScales", kPlaneScales},         {"kSharedDsUnit", kSharedDsUnit},
 };
 
 Library describe() {

@@ -73,6 +73,9 @@ inline constexpr int64_t kStatsRows = 128;
 // writes whole tiles.
 inline constexpr int64_t kFragmentRows = 16;
 
+// ds that one kernel leaves for another has T and S rounded up to a multiple of this, likewise.
+inline constexpr int64_t kSharedDsUnit = 128;
+
 // Workspace of the CUDA kernels for a mask or segments; all null without them. workspace.def has the shapes.
 struct VisibilityWorkspace {
   int64_t num_heads;    // of visibility and lists: N if the mask differs between heads, else 1
@@ -221,8 +224,8 @@ struct BackwardParams : AttentionParams {
   // sums, and in float32 if deterministic.
   bool leaves_dq;
 
-  // Room for ds of num_shared_heads query heads at a time [num_shared_heads, S, T], in q's dtype, by which dq
-  // takes one product more than dk and dv, not three. Null: there is none.
+  // Room for ds of num_shared_heads query heads at a time, S and T rounded up to kSharedDsUnit, in q's dtype,
+  // by which dq takes one product more than dk and dv, not three. Null: there is none.
   void* shared_ds;
   int64_t num_shared_heads;  // whole groups
 };

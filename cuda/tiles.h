@@ -345,8 +345,7 @@ constexpr BackwardDqTile backward_dq_tile(int head_dim, bool general) {
   return {general ? 32 : 48, 2};  // 192, 224 KB, above head dim 256 225 KB (wide_backward_dq.cuh)
 }
 
-// Of the kernel for dq that reads ds from memory. dq takes head_dim / 2 of a thread's 240 registers (2
-// consumers) or 160 (3).
+// Of the kernel for dq that reads ds from memory.
 struct SharedDqTile {
   int consumers;  // warpgroups that compute, with 64 query rows each
   int block_n;    // key rows

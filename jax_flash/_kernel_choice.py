@@ -220,7 +220,7 @@ def num_shared_heads(q, k, v, *, is_causal: bool, keeps_ds: bool, num_head_parts
     if not all(isinstance(size, int) and size > 0 for size in (B, T, N, S, K)) or keeps_ds:
         return 0
     head_dim = _hopper_head_dim("backward", q, v)
-    if q.dtype.itemsize != 2 or head_dim < 192 or T % 8:  # TMA's unit
+    if q.dtype.itemsize != 2 or head_dim <= 128:
         return 0
     group = N // K
     bytes_of_key_head = 2 * T * S * group
@@ -228,11 +228,13 @@ def num_shared_heads(q, k, v, *, is_causal: bool, keeps_ds: bool, num_head_parts
     most = min(B * K, _MOST_SHARED_DS_BYTES // bytes_of_key_head)
     if not most:
         return 0
-    tiles = -(-S // (64 if head_dim > 192 else 128)) * max(num_head_parts // K, 1)
-    items = (tiles + 1) // 2 if is_causal and T == S else tiles  # causal tiles are taken in pairs
+    blocks = -(-S // _backward_keys(head_dim))
+    if is_causal and T == S:
+        blocks = (blocks + 1) // 2  # causal tiles are taken in pairs
+    items = blocks * max(num_head_parts // K, 1)
     multiprocessors = _HOPPER_MULTIPROCESSORS // (2 if head_dim > 256 else 1)  # or clusters
     if least * items >= 10 * multiprocessors:
-        return group * least
+        return group * least  # more would save less than a tenth
 
     def rounds(key_heads: int) -> int:
         slices, rest = divmod(B * K, key_heads)
@@ -240,6 +242,11 @@ def num_shared_heads(q, k, v, *, is_causal: bool, keeps_ds: bool, num_head_parts
 
     fewest = min(map(rounds, range(least, most + 1)))
     return group * next(x for x in range(least, most + 1) if rounds(x) <= 1.1 * fewest)
+
+
+def _backward_keys(head_dim: int) -> int:
+    """The keys of a tile of Hopper's kernel for dk and dv."""
+    return 128 if head_dim < 256 else 64
 
 
 def num_head_parts(q, k, v, is_causal: bool) -> int:
@@ -253,7 +260,7 @@ def num_head_parts(q, k, v, is_causal: bool) -> int:
     head_dim = _hopper_head_dim("backward", q, v)
     if not head_dim or not all(isinstance(size, int) for size in (B, T, N, S, K)) or N in (0, K):
         return 0
-    group, blocks = N // K, -(-S // (128 if head_dim < 256 else 64))
+    group, blocks = N // K, -(-S // _backward_keys(head_dim))
     is_wide = head_dim > 256
     at_a_tile = 2 if is_wide else 1  # thread blocks, each on a multiprocessor
     multiprocessors = _HOPPER_MULTIPROCESSORS // at_a_tile

@@ -14,7 +14,6 @@ from cases import Bias, Mask, Segments
 import jax_flash
 from jax_flash import _ffi, _kernel_choice
 
-# Queries are a multiple of 8.
 case = functools.partial(cases.case, batch=2, n=4, k=2, h=256)
 mla = functools.partial(cases.case, batch=2, n=4, k=2, h=192, hv=128)
 CASES = [
@@ -56,7 +55,7 @@ CASES = [
     ),
     case("half of a tile", t=64, s=1000, k=4),
     case("more tiles than multiprocessors", t=8, s=64 * 140, n=1, k=1),
-    # Of 192 columns, with values of 128: blocks of 48 queries, or 32, do not divide the 64 that dq's kernel takes.
+    # Of 192 columns, with values of 128: blocks of 48 queries, or 32, may end amid the 64 that dq's kernel takes.
     mla("192: full", t=192, s=131),
     mla("192: causal", t=328, s=328, is_causal=True),
     mla(
@@ -73,7 +72,8 @@ CASES = [
         key_value_seq_lengths=(80, 3, 190),
     ),
     mla("192: rows that see nothing", t=200, s=300, query_offset=(-130, 10), is_causal=True),
-    mla("192: a row", t=8, s=300, n=8, k=1),
+    mla("192: a row", t=1, s=300, n=8, k=1),
+    mla("192: odd lengths, window", t=301, s=333, local_window_size=(5, 70)),
     mla("192: head dim 136, values of 64", t=136, s=150, h=136, hv=64),
     mla("192: mask", t=200, s=300, mask=Mask("BNTS", visible=0.02)),
     mla("192: segments", t=264, s=264, is_causal=True, segment_ids=Segments((0, 1, 2))),
@@ -100,14 +100,16 @@ CASES = [
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
-@pytest.mark.parametrize("key_heads", [1, None], ids=["a key head at a time", "all heads"])
+@pytest.mark.parametrize(
+    "key_heads", [1, None, 0], ids=["a key head at a time", "all heads", "computed again"]
+)
 @pytest.mark.parametrize("dtype", quick.rows(["bfloat16", "float16"], quick=["bfloat16"]))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_is_close_to_exact(case, dtype, key_heads, deterministic, platform, monkeypatch):
     if platform == "cpu" or not harness.is_hopper():
         pytest.skip("needs Hopper")
-    asked, count = [], key_heads or case.batch * case.num_kv_heads
-    heads = count * (case.num_heads // case.num_kv_heads)
+    count = case.batch * case.num_kv_heads if key_heads is None else key_heads
+    asked, heads = [], count * (case.num_heads // case.num_kv_heads)
     monkeypatch.setattr(
         _kernel_choice, "num_shared_heads", lambda *call, **named: asked.append(call) or heads
     )
@@ -144,7 +146,8 @@ def test_slices_have_the_same_bits(h, hv, parts, platform, monkeypatch):
     dq, dk, dv = gradients(0)
     np.testing.assert_array_equal(dk, want[1])
     np.testing.assert_array_equal(dv, want[2])
-    assert 0 < np.abs(dq - want[0]).max() < 0.01  # by another kernel
+    # By another kernel.
+    assert 0 < np.abs(dq - want[0]).max() < 0.01
 
 
 @pytest.mark.parametrize(
@@ -166,7 +169,8 @@ def test_slices_have_the_same_bits(h, hv, parts, platform, monkeypatch):
         ((1, 32768, 8, 256), (32768, 8), "bfloat16", False, 0),  # 2 GiB of one head
         ((1, 16384, 8, 256), (16384, 1), "bfloat16", False, 0),
         ((2, 64, 8, 200), (4096, 8), "bfloat16", False, 16),
-        ((2, 65, 8, 256), (4096, 8), "bfloat16", False, 0),  # rows of 130 bytes
+        ((2, 65, 8, 256), (4096, 8), "bfloat16", False, 16),
+        ((2, 4096, 16, 256), (8192, 8), "bfloat16", True, 4),  # not in pairs: 128 tiles of a key head
         ((2, 64, 8, 192), (64, 8), "bfloat16", False, 16),  # with values of 192, too, the kernel for 256
         ((2, 64, 8, 128), (64, 8), "bfloat16", False, 0),
         ((2, 64, 8, 256), (64, 8), "float32", False, 0),

@@ -75,13 +75,13 @@ __device__ __forceinline__ void load_shared_x4(uint32_t (&r)[4], uint32_t shared
                : "memory");
 }
 
-// Stores 16 bytes to an address aligned to 16 bytes if `holds`, without a branch.
-__device__ __forceinline__ void store_global_x4_if(bool holds, void* global, const uint32_t (&r)[4]) {
+// Stores 4 bytes if `holds`, without a branch.
+__device__ __forceinline__ void store_global_if(bool holds, void* global, uint32_t value) {
   asm volatile(
       "{.reg .pred p;\n"
       "setp.ne.b32 p, %0, 0;\n"
-      "@p st.global.v4.b32 [%1], {%2, %3, %4, %5};}" ::"r"(static_cast<int>(holds)),
-      "l"(global), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+      "@p st.global.b32 [%1], %2;}" ::"r"(static_cast<int>(holds)),
+      "l"(global), "r"(value)
       : "memory");
 }
 

@@ -33,6 +33,16 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, u
       : "memory");
 }
 
+// The same; `policy`: see tensor_load.
+__device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, uint32_t bytes,
+                                          uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(shared),
+      "l"(global), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 // Copies `shared` to the box at (x0, x1, x2, x3), except elements outside of the tensor.
 __device__ __forceinline__ void tensor_store(const CUtensorMap& map, uint32_t shared, int x0, int x1, int x2,
                                              int x3) {

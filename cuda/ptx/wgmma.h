@@ -56,6 +56,13 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t
   return kSwizzle | kEightRows | uint64_t{pitch / 16} << 16 | address / 16;
 }
 
+// Describes an operand [16 or more, 64] that lies transposed in matrices of 8 x 8 elements, 128 bytes each,
+// not swizzled: kNextRows bytes from one to the next along its 16 rows, kNextColumns along its columns.
+template <int kNextRows, int kNextColumns>
+__device__ __forceinline__ uint64_t pieces_descriptor(uint32_t address) {
+  return uint64_t{kNextColumns / 16} << 32 | uint64_t{kNextRows / 16} << 16 | address / 16;
+}
+
 // m64nNk16: d[nt][2h + c] is row 16 w + 8 h + g, column 8 nt + 2 t + c in warp w, with g = lane / 4, t = lane
 // % 4. If `accumulate` is false, d is overwritten.
 template <class Arithmetic, int kN>

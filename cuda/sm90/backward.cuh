@@ -18,7 +18,7 @@
 // up afterwards, in a fixed order (num_head_parts in jax_flash/_kernel_choice.py chooses how many).
 //
 // dq, which other blocks share, is added to dq_accum by TMA (kWithDq), when deterministic in
-// turns, or left to another kernel: to backward_dq.cuh, or with ds, which leaves transposed, to
+// turns, or left to another kernel: to backward_dq.cuh, or with ds, which leaves through memory, to
 // shared_dq.cuh. Python chooses by speed (sums_dq and num_shared_heads in jax_flash/_kernel_choice.py). Where
 // one block has all keys, it writes dq there.
 //
@@ -76,10 +76,10 @@
 //   item empty   11, without dq 10: a lane of   item             warp 0      the same, until all have read
 //                each warp that reads it                                     it
 //   bar 1        256: both consumers            block of         both        ds, and p^T where it is shared,
-//                                               queries, but                 until both have written it, and
-//                                               for kByKeys                  TMA has read the last block's
-//                                               without dq;                  ds^T; at a tile's end, what dk
-//                                               tile                         and dv overwrite
+//                                               queries, but                 until both have written it; at
+//                                               for kByKeys                  a tile's end, what dk and dv
+//                                               without dq;                  overwrite
+//                                               tile
 //   bar 2        256: both consumers            tile, with dq,   both        dk and dv, which leave from the
 //                                               not planes                   places of ds and dq, until the
 //                                                                            next tile writes there
@@ -181,7 +181,6 @@ struct BackwardConfig {
   static constexpr bool kMayKeepDs = kWithDq && !kPlanes && kPolicy.is_general();
   // May ds^T leave for shared_dq.cuh?
   static constexpr bool kMayShareDs = backward_is_split(kHeadDim) && !kPlanes;
-  static_assert(!kMayShareDs || kByKeys || (kBlockM == 64 && kBlockN == 64));
   static constexpr int kDqColumns = kDqByRows ? kHeadDim : kHeadDim / 2;
   static constexpr int kDqParts = kWithDq ? kBlockM / 64 : 1;  // of 64 rows, which are added together
 
@@ -428,28 +427,22 @@ struct BackwardLoader {
     q_ring.advance(work.all_blocks);
   }
 
-  // The kernel for dq takes ds of 64 queries at a time: zeros where some of them are before the first block
-  // of queries or behind the last.
+  // The kernel for dq takes whole tiles of ds: zeros for what is before the first block of queries and behind
+  // the last.
   __device__ __forceinline__ void clear_beside_ds(const BackwardTileWork<Config>& work) const {
-    if constexpr (Config::kMayShareDs && Config::kBlockM % 64 != 0) {
-      if (!arguments.shares_ds || work.m_blocks == 0) return;
+    constexpr int kTile = SharedDs::kTile;
+    if constexpr (Config::kMayShareDs && Config::kBlockM % kTile != 0) {
       const BackwardParams& params = arguments.params;
+      const bool is_listed = Config::Queries::kMayBeListed && params.visible.lists;  // of whole tiles
+      if (!arguments.shares_ds || is_listed || work.m_blocks == 0) return;
+      const SharedDs shared_ds(params);
       const int begin = work.m_begin, end = begin + Config::kBlockM * work.m_blocks;
-      const int before = begin % 64 / 8, first = begin - 8 * before;  // in pieces of 8 queries: 16 bytes
-      const int last = min((end + 63) / 64 * 64, static_cast<int>(params.seqlen_q));
-      const int pieces = before + max(last - end, 0) / 8;
-      const int keys = min(Config::kBlockN, static_cast<int>(params.seqlen_kv) - work.n_start);
 #pragma unroll 1
       for (int i = 0; i < arguments.part_heads; ++i) {
-        const int head = work.part * arguments.part_heads + i;
-        if (work.queries(params, head).is_listed()) return;  // whole blocks of 64
-        const int of_all = work.batch * static_cast<int>(params.num_heads) + head;
-#pragma unroll 1
-        for (int j = lane_id(); j < keys * pieces; j += 32) {
-          const int key = j / pieces, piece = j - key * pieces;
-          const int query = piece < before ? first + 8 * piece : end + 8 * (piece - before);
-          *reinterpret_cast<uint4*>(shared_ds_at(arguments, of_all, work.n_start + key, query)) = {};
-        }
+        const int head = work.batch * static_cast<int>(params.num_heads) + work.part * arguments.part_heads +
+                         i - arguments.first_shared_head;
+        shared_ds.clear(head, work.n_start, Config::kBlockN, begin / kTile * kTile, begin);
+        shared_ds.clear(head, work.n_start, Config::kBlockN, end, (end + kTile - 1) / kTile * kTile);
       }
     }
   }
@@ -714,12 +707,13 @@ struct BackwardConsumer {
     } else {
       store_transposed(p, shared.sP(ds_stage));
       store_transposed(ds_operand, shared.sDs(ds_stage));
-      const bool sends_ds = Config::kMayShareDs && arguments.shares_ds && consumer == 0 && warp == 0;
-      // Behind the barrier the next block's ds may take the place of the last block's.
-      if (sends_ds && ptx::elect_one()) ptx::tensor_store_wait_read();
       exchange();
-      if (sends_ds) send_ds(pairs.head.index, work.n_start, m_start);
       issue_gradient(dv, p, shared.sP(ds_stage), sDout);
+    }
+    if constexpr (Config::kMayShareDs) {
+      SharedDs(arguments.params)
+          .store(ds_operand, arguments.shares_ds, pairs.head.index - arguments.first_shared_head,
+                 work.n_start + warp_row(), m_start + query_row());
     }
     if constexpr (Config::kWithDq) {
       Dq dq;
@@ -732,13 +726,7 @@ struct BackwardConsumer {
       ptx::keep_in_place(dq[0]);
       store_dq(dq);
     } else {
-      if constexpr (kByKeys && Config::kMayShareDs) {
-        const SharedDs shared_ds(ds_operand);
-        issue_gradient(dk, ds_operand, shared.sDs(ds_stage), sQ);
-        shared_ds.store(arguments, pairs.head.index, work.n_start + warp_row(), m_start);
-      } else {
-        issue_gradient(dk, ds_operand, shared.sDs(ds_stage), sQ);
-      }
+      issue_gradient(dk, ds_operand, shared.sDs(ds_stage), sQ);
       ptx::wgmma_wait<1>();
       ptx::keep_in_place(dv[0]);
       dout.release_by_warpgroup();
@@ -984,14 +972,6 @@ struct BackwardConsumer {
     }
   }
 
-  // By one warp, when ds^T of both consumers is there. `head`: of all batch elements'.
-  __device__ __forceinline__ void send_ds(int head, int n_start, int m_start) const {
-    if (!ptx::elect_one()) return;
-    ptx::tensor_store(arguments.shared_ds_map, shared.sDs(ds_stage), m_start, 0, n_start,
-                      head - arguments.first_shared_head);
-    ptx::tensor_store_commit();
-  }
-
   // ---- dq ----
 
   // Where this lane's row of ds^T of the warp's 16 keys goes, of the first 16 queries.
@@ -1219,14 +1199,9 @@ Status launch_tiles_of_keys(BackwardArguments& arguments, const LaunchContext& c
 // dk, dv and dq of all key heads, as many at a time as shared_ds has room for.
 template <class Config>
 Status launch_slices(BackwardArguments& arguments, const LaunchContext& context) {
-  using Element = typename Config::Element;
   using DqConfig = SharedDqConfig<Config>;
   const BackwardParams& params = arguments.params;
   const int64_t all_heads = params.batch * params.num_heads, heads = params.num_shared_heads;
-  if (!make_tensor_map<Element>(params.shared_ds, heads, params.seqlen_kv, 1, params.seqlen_q,
-                                Config::kBlockN, &arguments.shared_ds_map)) {
-    return Status::not_served();
-  }
   arguments.shares_ds = true;
   for (int64_t first = 0; first < all_heads; first += heads) {
     const int64_t count = std::min(heads, all_heads - first);

@@ -84,7 +84,6 @@ struct BackwardArguments {
   CUtensorMap k_map, v_map;     // [B, S, K, H], [B, S, K, Hv] in boxes of kBlockN rows
   CUtensorMap dk_map, dv_map;   // [B, S, K, H], [B, S, K, Hv] in boxes of 16 rows: a warp's
   CUtensorMap ds_map;           // [B N, T, S] in boxes of kBlockM rows and 64 keys
-  CUtensorMap shared_ds_map;    // [num_shared_heads, S, T] in boxes of kBlockN rows and 64 queries
   BackwardParams params;
   BackwardSchedule schedule;
   Fragments dq_accum, dk_parts, dv_parts;
@@ -139,61 +138,67 @@ struct BackwardTileWork {
   }
 };
 
-// Where ds^T [num_shared_heads, S, T] of `head`, of all batch elements', has a pair.
-__device__ __forceinline__ uint16_t* shared_ds_at(const BackwardArguments& arguments, int head, int key,
-                                                  int query) {
-  const BackwardParams& params = arguments.params;
-  const int64_t row = int64_t{head - arguments.first_shared_head} * params.seqlen_kv + key;
-  return static_cast<uint16_t*>(params.shared_ds) + row * params.seqlen_q + query;
-}
-
-// Of four lanes with four words each: word i of lane j becomes word j of lane i.
-__device__ __forceinline__ void transpose_in_quad(uint32_t (&words)[4]) {
-#pragma unroll
-  for (int bit = 1; bit < 4; bit *= 2) {
-    const bool is_upper = lane_id() & bit;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & bit) continue;
-      uint32_t &low = words[i], &high = words[i + bit];
-      const uint32_t other = __shfl_xor_sync(0xffffffff, is_upper ? low : high, bit);
-      low = is_upper ? other : low, high = is_upper ? high : other;
-    }
-  }
-}
-
-// ds^T of a warp's 16 keys, an operand of steps of 16 queries, on its way to shared_dq.cuh: whole sectors of
-// 32 bytes, for which lanes exchange what they have. At head dim 192 the kernel takes 17 % longer than
-// without that; half of a sector at a time it was 29 %.
-template <int kSteps>
+// ds on its way from the kernel for dk and dv to shared_dq.cuh, [heads, tiles of keys, tiles of queries] in
+// tiles of 64 x 64 and squares of 16 x 16, keys first. A square is four matrices of 8 keys and 8 queries, one
+// for each register of an operand: a warp stores 128 bytes in a row, and the other kernel's products take a
+// tile as it is.
 struct SharedDs {
-  uint32_t rows[kSteps][4];  // of one of the four matrices of 8 keys and queries
+  static constexpr int kTile = 64, kTileElements = kTile * kTile;
+  static constexpr int kSquareElements = 16 * 16, kMatrixElements = 8 * 8;
+  static_assert(kSharedDsUnit % kTile == 0);
 
-  __device__ __forceinline__ explicit SharedDs(const uint32_t (&ds)[kSteps][4]) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) rows[step][i] = ds[step][i];
-      transpose_in_quad(rows[step]);
-    }
+  uint16_t* data;
+  int key_tiles, query_tiles;  // of a head
+
+  __device__ __forceinline__ explicit SharedDs(const BackwardParams& params)
+      : data(static_cast<uint16_t*>(params.shared_ds)),
+        key_tiles(num_tiles(params.seqlen_kv)),
+        query_tiles(num_tiles(params.seqlen_q)) {}
+
+  // The tile of the key and the query. `head`: of those that have ds here.
+  __device__ __forceinline__ uint16_t* tile(int head, int key, int query) const {
+    const int64_t row = int64_t{head} * key_tiles + key / kTile;
+    return data + (row * query_tiles + query / kTile) * kTileElements;
+  }
+  // From a tile's begin to the square with the key and the query.
+  __device__ __forceinline__ static int square(int key, int query) {
+    return (key % kTile / 16 * (kTile / 16) + query % kTile / 16) * kSquareElements;
   }
 
-  // Does nothing unless ds is shared. Without a branch: products may be under way. `head`: of all batch
-  // elements'.
-  __device__ __forceinline__ void store(const BackwardArguments& arguments, int head, int key0,
-                                        int query0) const {
+  // Stores an operand of a warp's 16 keys, steps of 16 queries, if `holds`. Without a branch: products may be
+  // under way.
+  template <int kSteps>
+  __device__ __forceinline__ void store(const uint32_t (&ds)[kSteps][4], bool holds, int head, int key,
+                                        int query) const {
     uint32_t lane = lane_id();
     ptx::make_opaque(lane);  // rather computed again for each block than kept in registers
-    const int key = key0 + static_cast<int>(lane / 4 + lane % 2 * 8);
-    const int query = query0 + static_cast<int>(lane / 2 % 2 * 8);
-    const int end = arguments.shares_ds && key < static_cast<int>(arguments.params.seqlen_kv)
-                        ? static_cast<int>(arguments.params.seqlen_q)
-                        : 0;
-    uint16_t* const to = shared_ds_at(arguments, head, key, query);
+    uint16_t* const row = tile(head, key, 0) + 2 * lane;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      ptx::store_global_x4_if(query + 16 * step < end, to + 16 * step, rows[step]);
+      const int at = query + 16 * step;
+      uint16_t* const to = row + at / kTile * kTileElements + square(key, at);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        ptx::store_global_if(holds && at < query_tiles * kTile, to + i * kMatrixElements, ds[step][i]);
+      }
     }
+  }
+
+  // Zeros for so many keys and the queries [begin, end), whole squares. By a warp.
+  __device__ __forceinline__ void clear(int head, int key0, int keys, int begin, int end) const {
+#pragma unroll 1
+    for (int key = key0; key < key0 + keys; key += 16) {
+#pragma unroll 1
+      for (int query = begin; query < min(end, query_tiles * kTile); query += 16) {
+        static_assert(kSquareElements == 32 * 8);
+        reinterpret_cast<uint4*>(tile(head, key, query) + square(key, query))[lane_id()] = {};
+      }
+    }
+  }
+
+ private:
+  __device__ static int num_tiles(int64_t length) {
+    return static_cast<int>((length + kSharedDsUnit - 1) / kSharedDsUnit) * (kSharedDsUnit / kTile);
   }
 };
 

@@ -38,10 +38,8 @@ __device__ __forceinline__ void issue_scores(float (&acc)[1][kTiles][4], uint32_
   ptx::wgmma_commit();
 }
 
-// acc [64, kN] = or += a [64, kDepth] b, b [kDepth, kN] with rows of kBRowBytes in a chunk. With kAAlongM,
-// a's tile is transposed, [kDepth, 64]: one chunk.
-template <class Arithmetic, int kDepth, bool kAccumulate, int kBRowBytes = kChunkRowBytes,
-          bool kAAlongM = false, int kTiles>
+// acc [64, kN] = or += a [64, kDepth] b, b [kDepth, kN] with rows of kBRowBytes in a chunk.
+template <class Arithmetic, int kDepth, bool kAccumulate, int kBRowBytes = kChunkRowBytes, int kTiles>
 __device__ __forceinline__ void issue_sum(float (&acc)[1][kTiles][4], uint32_t a_tile, int a_pitch,
                                           uint32_t b_tile, int b_pitch) {
   const uint64_t a = ptx::matrix_descriptor<kChunkRowBytes>(a_tile, 0),
@@ -50,9 +48,9 @@ __device__ __forceinline__ void issue_sum(float (&acc)[1][kTiles][4], uint32_t a
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kDepth / 16; ++step) {
-    const int offset = kAAlongM ? step * 16 * kChunkRowBytes : step / 4 * a_pitch + step % 4 * 32;
-    ptx::Wgmma<Arithmetic, 8 * kTiles>::template shared</*kBAlongN=*/true, kAAlongM>(
-        acc[0], a + offset / 16, b + step * 16 * kBRowBytes / 16, kAccumulate || step > 0);
+    ptx::Wgmma<Arithmetic, 8 * kTiles>::template shared</*kBAlongN=*/true>(
+        acc[0], a + (step / 4 * a_pitch + step % 4 * 32) / 16, b + step * 16 * kBRowBytes / 16,
+        kAccumulate || step > 0);
   }
   ptx::wgmma_commit();
 }

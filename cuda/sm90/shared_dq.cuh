@@ -1,5 +1,5 @@
 // dq = ds k on Hopper, from ds that the kernel for dk and dv (backward.cuh, wide_backward.cuh) has left in
-// memory, transposed: one product, where backward_dq.cuh forms ds again from two others.
+// memory: one product, where backward_dq.cuh forms ds again from two others.
 //
 // A thread block owns one tile, 64 rows and up to 256 columns of dq of one head for each of its consumers,
 // and walks the visible blocks of keys from the last to the first.
@@ -75,10 +75,12 @@ struct SharedDqConfig {
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   static_assert(kConsumers == 2, "a product of 256 columns does not fit into the registers of more threads");
 
-  // Shared memory: kStages times keys [kBlockN, kColumns] in chunks of columns, and ds^T [kBlockN, 64] of
-  // each consumer, swizzled.
+  // Shared memory: kStages times keys [kBlockN, kColumns] in chunks of columns, swizzled, and a tile of ds
+  // for each consumer.
   static constexpr int kChunks = ceil_div(kColumns, kChunkColumns), kChunkBytes = kBlockN * kChunkRowBytes;
-  static constexpr int kKBytes = kChunks * kChunkBytes, kDsBytes = kConsumers * kChunkBytes;
+  static constexpr int kKBytes = kChunks * kChunkBytes, kDsTileBytes = 2 * SharedDs::kTileElements,
+                       kDsBytes = kConsumers * kDsTileBytes;
+  static_assert(kBlockN == SharedDs::kTile && kBlockM <= kSharedDsUnit);
   static constexpr int kDs = kStages * kKBytes, kBarriers = kDs + kStages * kDsBytes;
   static constexpr int kOutPitch = kBlockM * kChunkRowBytes;
   static_assert(kChunks * kOutPitch <= kDs, "dq leaves from the place of keys");
@@ -87,7 +89,6 @@ struct SharedDqConfig {
 };
 
 struct SharedDqArguments {
-  CUtensorMap ds_map;  // [num_shared_heads, S, T] in boxes of kBlockN keys and 64 queries
   CUtensorMap k_map;   // [B, S, K, H] in boxes of kBlockN rows
   CUtensorMap dq_map;  // [B, T, N, H] in boxes of 16 rows: a warp's
   BackwardParams params;
@@ -112,7 +113,7 @@ struct SharedDqShared {
 
   __device__ uint32_t sK(int stage) const { return base + stage * Config::kKBytes; }
   __device__ uint32_t sDs(int stage, int consumer) const {
-    return base + Config::kDs + stage * Config::kDsBytes + consumer * Config::kChunkBytes;
+    return base + Config::kDs + stage * Config::kDsBytes + consumer * Config::kDsTileBytes;
   }
   __device__ uint32_t sDq(int row) const { return base + row * kChunkRowBytes; }
 
@@ -122,15 +123,37 @@ struct SharedDqShared {
   __device__ uint32_t tail() const { return base + Config::kBarriers + 8 * KeyRing::kNumBarriers; }
 };
 
-// Did the kernel for dk and dv go through block n of keys with the 64 queries from `row` on? If not, memory
-// has anything in the place of their ds. `part`: of the tile.
+// Is there anything in ds of block n of keys and this part of the tile, 64 queries? Memory has anything where
+// the kernel for dk and dv did not go through any of them, and zeros where none of them sees a key of the
+// block, but one of the keys beside it.
 template <class Config>
-__device__ __forceinline__ bool has_ds(const BackwardDqWork<Config>& work, int n, int part, int row) {
+__device__ __forceinline__ bool has_ds(const BackwardDqWork<Config>& work, int n, int part) {
   if (work.keys.is_listed()) return work.keys.entry(n).is_visible(part);
+  const int row = work.m_start + SharedDs::kTile * part;
+  if (work.mask.hides(row, SharedDs::kTile, work.keys.start(n), Config::kBlockN)) return false;
   constexpr int kKeys = Config::kDsKeys, kQueries = Config::kDsQueries;
   const int key = work.keys.start(n) / kKeys * kKeys;
   const QueryBlocks seen_by = work.mask.template query_blocks<kQueries>(key, kKeys);
-  return seen_by.count > 0 && row + 64 > seen_by.start && row < seen_by.start + kQueries * seen_by.count;
+  return seen_by.count > 0 && row + SharedDs::kTile > seen_by.start &&
+         row < seen_by.start + kQueries * seen_by.count;
+}
+
+// dq [64, 8 kTiles] += ds k, of a tile of ds and as many keys.
+template <class Arithmetic, int kTiles>
+__device__ __forceinline__ void issue_dq(float (&dq)[1][kTiles][4], uint32_t sDs, uint32_t sK, int k_pitch) {
+  constexpr int kSquareBytes = 2 * SharedDs::kSquareElements, kMatrixBytes = 2 * SharedDs::kMatrixElements;
+  const uint64_t ds = ptx::pieces_descriptor</*kNextRows=*/kMatrixBytes, /*kNextColumns=*/2 * kMatrixBytes>(
+                     sDs),
+                 k = ptx::matrix_descriptor<kChunkRowBytes>(sK, k_pitch);
+  ptx::keep_in_place(dq[0]);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < SharedDs::kTile / 16; ++step) {
+    ptx::Wgmma<Arithmetic, 8 * kTiles>::template shared</*kBAlongN=*/true, /*kAAlongM=*/true>(
+        dq[0], ds + step * (SharedDs::kTile / 16) * kSquareBytes / 16, k + step * 16 * kChunkRowBytes / 16,
+        /*accumulate=*/true);
+  }
+  ptx::wgmma_commit();
 }
 
 template <class Config>
@@ -175,16 +198,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else if (warp == 1 && ptx::elect_one()) {
       const int head = work.batch * static_cast<int>(params.num_heads) + work.head -
                        static_cast<int>(arguments.first_head);
+      const SharedDs shared_ds(params);
 #pragma unroll 1
       for (int n = work.keys.count - 1; n >= 0; --n) {
         ring.wait_empty();
         const uint32_t full = ring.full(shared.kDs);
         ptx::barrier_arrive_expect(full, Config::kDsBytes);
-#pragma unroll
-        for (int i = 0; i < Config::kConsumers; ++i) {
-          ptx::tensor_load(shared.sDs(ring.stage, i), arguments.ds_map, full, work.m_start + 64 * i, 0,
-                           work.keys.start(n), head, ptx::kEvictFirst);
-        }
+        ptx::bulk_load(shared.sDs(ring.stage, 0), shared_ds.tile(head, work.keys.start(n), work.m_start),
+                       Config::kDsBytes, full, ptx::kEvictFirst);
         ring.advance();
       }
     }
@@ -201,9 +222,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const auto at = ring.uniform();
     at.wait_full(shared.kKeys);
     at.wait_full(shared.kDs);
-    if (has_ds(work, n, consumer, work.m_start + 64 * consumer)) {
-      issue_sum<Arithmetic, kBlockN, /*kAccumulate=*/true, kChunkRowBytes, /*kAAlongM=*/true>(
-          dq, uniform(shared.sDs(at.stage, consumer)), 0, uniform(shared.sK(at.stage)), Config::kChunkBytes);
+    if (has_ds(work, n, consumer)) {
+      issue_dq<Arithmetic>(dq, uniform(shared.sDs(at.stage, consumer)), uniform(shared.sK(at.stage)),
+                           Config::kChunkBytes);
       ptx::wgmma_wait<0>();
       ptx::keep_in_place(dq[0]);
     } else {
@@ -236,10 +257,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 }
 
 // Can ds be left in memory for dq, if there is room for it?
-inline bool may_share_ds(const BackwardParams& params) {
-  return params.shared_ds && !params.ds &&
-         has_tensor_map(params.num_shared_heads, params.seqlen_kv, 1, params.seqlen_q);
-}
+inline bool may_share_ds(const BackwardParams& params) { return params.shared_ds && !params.ds; }
 
 // dq of the num_shared_heads query heads from first_head on, whose ds the kernel before has left.
 template <class Config>
@@ -256,9 +274,7 @@ Status launch_shared_dq(const BackwardParams& params, int64_t first_head, int64_
                               .first_head = static_cast<unsigned>(first_head),
                               .num_heads = static_cast<unsigned>(heads),
                               .section_heads = static_cast<unsigned>(std::min(section, heads))};
-  const bool has_maps = make_tensor_map<Element>(params.shared_ds, params.num_shared_heads, S, 1, T,
-                                                 Config::kBlockN, &arguments.ds_map) &&
-                        make_tensor_map<Element>(params.k, B, S, K, H, Config::kBlockN, &arguments.k_map) &&
+  const bool has_maps = make_tensor_map<Element>(params.k, B, S, K, H, Config::kBlockN, &arguments.k_map) &&
                         make_tensor_map<Element>(params.dq, B, T, N, H, 16, &arguments.dq_map);
   if (!has_maps) return Status::not_served();
   if (const Status status = launch_lists(params, Config::Keys::shape(), context); status.failed()) {

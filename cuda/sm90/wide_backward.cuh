@@ -453,7 +453,8 @@ struct WideBackwardConsumer {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) ptx::store_shared_x4(own_piece(step), ds[step]);
     ptx::barrier_arrive(shared.ds_ready(consumer, warp));
-    SharedDs(ds).store(arguments, pairs.head.index, row0, m_start);
+    SharedDs(arguments.params)
+        .store(ds, arguments.shares_ds, pairs.head.index - arguments.first_shared_head, row0, m_start);
   }
 
   // ---- dk += ds^T q or dv += p^T dout, this consumer's columns, for the block of queries in `stage` ----

@@ -164,6 +164,11 @@ float element_of(uint64_t tile, int row, int depth, bool is_along_rows, bool is_
   const uint32_t start = static_cast<uint32_t>(tile & 0x3fff) * 16;
   const uint32_t pitch = static_cast<uint32_t>(tile >> 16 & 0x3fff) * 16;
   const uint32_t eight_rows = static_cast<uint32_t>(tile >> 32 & 0x3fff) * 16;
+  if (tile >> 61 == 0 && is_along_rows) {
+    const uint32_t matrix = start + row / 8 * eight_rows + depth / 8 * pitch;
+    const auto place = static_cast<uint32_t>(depth % 8 * 16 + row % 8 * 2);
+    return to_float(at_shared_address(matrix + place, 2), is_half);
+  }
   if (tile >> 61 != 2 && tile >> 61 != 4) fail("a tile of a product is not swizzled by 128 or 64 bytes");
   const int row_bytes = tile >> 62 == 1 ? 128 : 64, columns = row_bytes / 2;
   const auto address = [&](int line, int column) {

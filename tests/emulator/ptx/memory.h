@@ -20,8 +20,8 @@ void copy_async_wait() {
   emulator::wait_for_copies(kPending);
 }
 
-inline void store_global_x4_if(bool holds, void* global, const uint32_t (&r)[4]) {
-  if (holds) std::memcpy(global, r, sizeof r);
+inline void store_global_if(bool holds, void* global, uint32_t value) {
+  if (holds) std::memcpy(global, &value, sizeof value);
 }
 
 inline void load_matrix_x4(uint32_t (&r)[4], uint32_t shared) {

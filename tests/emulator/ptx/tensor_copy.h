@@ -13,7 +13,7 @@ inline void tensor_load(uint32_t shared, const CUtensorMap& map, uint32_t barrie
                         int x3, uint64_t) {
   emulator::load_box(shared, map, barrier, {x0, x1, x2, x3});
 }
-inline void bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
+inline void bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier, uint64_t = 0) {
   emulator::load_bytes(shared, global, bytes, barrier);
 }
 inline void tensor_store(const CUtensorMap& map, uint32_t shared, int x0, int x1, int x2, int x3) {

@@ -23,6 +23,11 @@ uint64_t matrix_descriptor(uint32_t address, uint32_t pitch) {
          uint64_t{pitch / 16} << 16 | address / 16;
 }
 
+template <int kNextRows, int kNextColumns>
+uint64_t pieces_descriptor(uint32_t address) {
+  return uint64_t{kNextColumns / 16} << 32 | uint64_t{kNextRows / 16} << 16 | address / 16;
+}
+
 template <class Arithmetic, int kN>
 struct Wgmma {
   static_assert(kN % 8 == 0 && kN <= 256);
