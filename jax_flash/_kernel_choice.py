@@ -223,7 +223,8 @@ def num_shared_heads(q, k, v, *, is_causal: bool, keeps_ds: bool, num_head_parts
     if q.dtype.itemsize != 2 or head_dim <= 128:
         return 0
     group = N // K
-    bytes_of_key_head = 2 * T * S * group
+    unit = _library.constants()["kSharedDsUnit"]
+    bytes_of_key_head = 2 * (-(-T // unit) * unit) * (-(-S // unit) * unit) * group
     least = min(B * K, max(1, _SHARED_DS_BYTES // bytes_of_key_head))
     most = min(B * K, _MOST_SHARED_DS_BYTES // bytes_of_key_head)
     if not most:

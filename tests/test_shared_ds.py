@@ -172,6 +172,7 @@ def test_slices_have_the_same_bits(h, hv, parts, platform, monkeypatch):
         ((2, 65, 8, 256), (4096, 8), "bfloat16", False, 16),
         ((2, 4096, 16, 256), (8192, 8), "bfloat16", True, 4),  # not in pairs: 128 tiles of a key head
         ((2, 64, 8, 192), (64, 8), "bfloat16", False, 16),  # with values of 192, too, the kernel for 256
+        ((1, 1 << 23, 8, 256), (1, 8), "bfloat16", False, 0),  # of 1 key, but 2 GiB in tiles
         ((2, 64, 8, 128), (64, 8), "bfloat16", False, 0),
         ((2, 64, 8, 256), (64, 8), "float32", False, 0),
         ((0, 64, 8, 256), (64, 8), "bfloat16", False, 0),
@@ -195,6 +196,5 @@ def test_how_many_heads_of_192_columns_share_ds(monkeypatch):
     monkeypatch.setattr(_kernel_choice, "has_hopper", lambda: True)
     q, v = (jax.core.ShapedArray((1, 6144, 16, size), jnp.dtype("bfloat16")) for size in (192, 128))
     got = _kernel_choice.num_shared_heads(q, q, v, is_causal=False, keeps_ds=False, num_head_parts=0)
-    assert (
-        got == 8
-    )  # two times 384 tiles of 128 keys: six rounds, where three heads at a time would take eleven
+    # Two times 384 tiles of 128 keys: six rounds, where three heads at a time would take eleven.
+    assert got == 8

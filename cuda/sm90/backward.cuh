@@ -24,7 +24,7 @@
 //
 //   warp 0      draws the next item; loads k, then q
 //   warp 1      loads v, then dout
-//   warp 2      loads lse and delta; where ds leaves for shared_dq.cuh, clears ds beside that
+//   warp 2      loads lse and delta; where ds leaves for shared_dq.cuh, fills up its tiles with zeros
 //   warp 3      with dq: adds it to dq_accum, 64 rows at once, or writes it there; copies ds to memory, if
 //               that is wanted
 //   warps 4...  two consumers

@@ -123,9 +123,9 @@ struct SharedDqShared {
   __device__ uint32_t tail() const { return base + Config::kBarriers + 8 * KeyRing::kNumBarriers; }
 };
 
-// Is there anything in ds of block n of keys and this part of the tile, 64 queries? Memory has anything where
-// the kernel for dk and dv did not go through any of them, and zeros where none of them sees a key of the
-// block, but one of the keys beside it.
+// Is ds of block n of keys and this part of the tile, 64 queries, to be looked at? It is 0 if none of them
+// sees a key of the block. Where the kernel for dk and dv did not go through any of them, memory has
+// anything.
 template <class Config>
 __device__ __forceinline__ bool has_ds(const BackwardDqWork<Config>& work, int n, int part) {
   if (work.keys.is_listed()) return work.keys.entry(n).is_visible(part);
