@@ -132,7 +132,7 @@ void test_workspace() {
   };
   const auto parts = [](int64_t number) { return Type{DataType::F32, {2, number, 16, 8}}; };
   const auto ds = [](int64_t heads) { return Type{DataType::U16, {2, heads, 70, 5}}; };
-  const auto shared_ds = [](int64_t heads) { return Type{DataType::U16, {heads, 5, 70}}; };
+  const auto shared_ds = [](int64_t heads) { return Type{DataType::U16, {heads, 128, 128}}; };
   const Type no_shared_ds = shared_ds(0);
   const auto take_sums = [&](int64_t dq_rows, int64_t dk_parts, int64_t ds_heads = 0) {
     const Type dq = {DataType::F32, {2, dq_rows, 6, 8}};
@@ -165,8 +165,21 @@ void test_workspace() {
                                   parts(0)});
   };
   expect(take_shared(4).success() && workspace.shared_ds.dims[0] == 4, "ds of some heads for dq");
-  expect(take_shared(3).message().find("of shape [0, 5, 70]") != std::string::npos,
+  expect(take_shared(3).message().find("of shape [0, 128, 128]") != std::string::npos,
          "ds of a part of a group");
+  params.seqlen_q = 150;
+  const Type more_statistics = {DataType::F32, {2, 6, 256}};
+  expect(take(Pass::kBackward, {{DataType::U16, {2, 0, 150, 5}},
+                                {DataType::U16, {4, 128, 256}},
+                                counter,
+                                more_statistics,
+                                more_statistics,
+                                {DataType::F32, {2, 0, 6, 8}},
+                                parts(0),
+                                parts(0)})
+             .success(),
+         "ds of some heads, keys first");
+  params.seqlen_q = 70;
   for (const int64_t number : {2, 4, 12}) {
     const std::string message = take_sums(80, number).message();
     expect(message.find("dk_parts must be float32 of shape [2, 0, 16, 8]") != std::string::npos,

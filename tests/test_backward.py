@@ -128,6 +128,7 @@ def test_dq_is_added_in_turns(head_dim, options, has_memory, in_turns, platform,
         pytest.skip("only the emulator of Hopper counts turns")
     if has_memory:
         monkeypatch.setattr(_kernel_choice, "sums_dq", lambda *_, **__: True)
+        monkeypatch.setattr(_kernel_choice, "num_shared_heads", lambda *_, **__: 0)
         jax.clear_caches()
     options = dict(deterministic=True) | options
     case = Case("turns", 1, 150, 300, 2, 1, head_dim, head_dim, tuple(options.items()))

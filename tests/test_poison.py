@@ -13,6 +13,7 @@ import quick
 from cases import DTYPES
 
 import jax_flash
+from jax_flash import _kernel_choice
 
 QUERIES, KEYS = 150, 140
 LENGTHS = dict(query_seq_lengths=(65, 0, 150, 127), key_value_seq_lengths=(99, 140, 0, 64))
@@ -124,15 +125,28 @@ def test_beyond_the_end_of_a_cache_nothing_leaks(kind, queries, platform):
 
 
 @pytest.mark.parametrize(
-    ("h", "hv"),
-    quick.rows([(40, 24), (96, 96), (192, 128), (256, 256), (512, 264)], quick=[(40, 24)], unpack=True),
+    ("h", "hv", "shares_ds"),
+    quick.rows(
+        [
+            (40, 24, True),
+            (96, 96, True),
+            *((h, hv, shares) for h, hv in ((192, 128), (256, 256), (512, 264)) for shares in (True, False)),
+        ],
+        quick=[(40, 24, True)],
+        unpack=True,
+    ),
 )
 @pytest.mark.parametrize("has_segments", [False, True], ids=["blocks in order", "blocks from a list"])
 @pytest.mark.parametrize("poison", FLOATS)
-def test_beyond_the_lengths_nothing_leaks_into_unordered_sums(poison, has_segments, h, hv, platform):
+def test_beyond_the_lengths_nothing_leaks_into_unordered_sums(
+    poison, has_segments, h, hv, shares_ds, platform, monkeypatch
+):
     """Sums in any order cannot be compared by bits, but must be as close as without the NaN."""
     if h > 256 and platform == "cuda" and not harness.is_hopper():
         pytest.skip("needs Hopper")
+    if not shares_ds:
+        monkeypatch.setattr(_kernel_choice, "num_shared_heads", lambda *_, **__: 0)
+        jax.clear_caches()
     operands = {name: np.array(x, np.int32) for name, x in LENGTHS.items()}
     if has_segments:
         operands["segment_ids"] = tuple(
