@@ -16,6 +16,25 @@ from jax_flash import _ffi, _kernel_choice
 
 case = functools.partial(cases.case, batch=2, n=4, k=2, h=256)
 mla = functools.partial(cases.case, batch=2, n=4, k=2, h=192, hv=128)
+EVERYTHING = dict(
+    t=152,
+    s=140,
+    scale=0.05,
+    is_causal=True,
+    local_window_size=(100, 3),
+    logits_soft_cap=3.0,
+    query_seq_lengths=(152, 101),
+    key_value_seq_lengths=(131, 140),
+    query_offset=(30, -20),
+    bias=Bias("1NT1", dtype="float32"),
+    mask=Mask("BNTS", visible=0.8),
+    segment_ids=Segments((0, 1)),
+    dropout_seed=1,
+    dropout_rate=0.2,
+)
+EVERYTHING_BUT_BIAS = {name: x for name, x in EVERYTHING.items() if name != "bias"} | dict(
+    t=151, s=141, query_seq_lengths=(151, 101), key_value_seq_lengths=(131, 141)
+)
 CASES = [
     case("full", t=192, s=131),
     case("causal", t=328, s=328, is_causal=True),
@@ -34,43 +53,8 @@ CASES = [
     case("mask", t=200, s=140, mask=Mask("BNTS", visible=0.02)),
     case("heads that see nothing", t=152, s=140, mask=Mask("BNTS", hidden_heads=(0, 3))),
     case("segments", t=264, s=264, is_causal=True, segment_ids=Segments((0, 1, 2))),
-    case(
-        "everything",
-        t=152,
-        s=140,
-        h=232,
-        hv=208,
-        scale=0.05,
-        is_causal=True,
-        local_window_size=(100, 3),
-        logits_soft_cap=3.0,
-        query_seq_lengths=(152, 101),
-        key_value_seq_lengths=(131, 140),
-        query_offset=(30, -20),
-        bias=Bias("1NT1", dtype="float32"),
-        mask=Mask("BNTS", visible=0.8),
-        segment_ids=Segments((0, 1)),
-        dropout_seed=1,
-        dropout_rate=0.2,
-    ),
-    case(
-        "everything, head dim 512",
-        t=151,
-        s=141,
-        h=512,
-        hv=264,
-        scale=0.05,
-        is_causal=True,
-        local_window_size=(100, 3),
-        logits_soft_cap=3.0,
-        query_seq_lengths=(151, 101),
-        key_value_seq_lengths=(131, 141),
-        query_offset=(30, -20),
-        mask=Mask("BNTS", visible=0.8),
-        segment_ids=Segments((0, 1)),
-        dropout_seed=1,
-        dropout_rate=0.2,
-    ),
+    case("everything", h=232, hv=208, **EVERYTHING),
+    case("everything, head dim 512", h=512, hv=264, **EVERYTHING_BUT_BIAS),
     case("half of a tile", t=64, s=1000, k=4),
     case("more tiles than multiprocessors", t=8, s=64 * 140, n=1, k=1),
     # Of 192 columns, with values of 128: blocks of 48 queries, or 32, may end amid the 64 that dq's kernel takes.
@@ -95,25 +79,7 @@ CASES = [
     mla("192: head dim 136, values of 64", t=136, s=150, h=136, hv=64),
     mla("192: mask", t=200, s=300, mask=Mask("BNTS", visible=0.02)),
     mla("192: segments", t=264, s=264, is_causal=True, segment_ids=Segments((0, 1, 2))),
-    mla(
-        "192: everything",
-        t=152,
-        s=140,
-        h=168,
-        hv=104,
-        scale=0.05,
-        is_causal=True,
-        local_window_size=(100, 3),
-        logits_soft_cap=3.0,
-        query_seq_lengths=(152, 101),
-        key_value_seq_lengths=(131, 140),
-        query_offset=(30, -20),
-        bias=Bias("1NT1", dtype="float32"),
-        mask=Mask("BNTS", visible=0.8),
-        segment_ids=Segments((0, 1)),
-        dropout_seed=1,
-        dropout_rate=0.2,
-    ),
+    mla("192: everything", **EVERYTHING | dict(h=168, hv=104)),
 ]
 
 
