@@ -69,6 +69,10 @@ struct PartRows {
     return data + (part * num_rows + row) * (columns + 4);
   }
 
+  __device__ __forceinline__ void set_end(int64_t part, int64_t row, const RowPart& end) const {
+    *reinterpret_cast<float4*>(this->row(part, row) + columns) = make_float4(end.max_log2, end.sum, 0, 0);
+  }
+
   // Leaves a row out of the merging: what has all of its parts has written it out.
   __device__ __forceinline__ void set_merged(int64_t row) const {
     *reinterpret_cast<float4*>(this->row(0, row) + columns) = make_float4(0, kMergedSum, 0, 0);
@@ -92,9 +96,7 @@ struct PartRows {
         *reinterpret_cast<float4*>(to + column) = make_float4(values[0], values[1], values[2], values[3]);
       }
     });
-    if (first_column == 0 && lane_id() % 4 == 0) {
-      *reinterpret_cast<float4*>(to + columns) = make_float4(end.max_log2, end.sum, 0, 0);
-    }
+    if (first_column == 0 && lane_id() % 4 == 0) set_end(part, row, end);
   }
 };
 

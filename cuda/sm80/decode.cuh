@@ -2,26 +2,18 @@
 // capability 8.0 and up. It is bound by the memory that keys and values come from.
 //
 // The rows of a tile are those of all query heads of a key head, for every query (group_rows.cuh), or kRows
-// of them, so a tile reads keys once for all of them. The blocks of keys of a sequence, from the first to the
-// last that any row sees, are split evenly into parts, so that a cache that is not full yet occupies as many
-// multiprocessors as a full one. The warps of a thread block share a ring of buffers with keys and values in
-// the order k, v, k, v, .... Where there are several warps along the keys, their sums are merged at the end
-// of each part, through the buffer that was read last, while keys of the next part are on their way.
-//
-// What a thread block takes depends on the batch: a part of a tile's keys; in a large one a group of
-// neighboring parts, which it merges; or a whole tile. Whole tiles come in full rounds of thread blocks, and
-// only if sequences are about equally long; the tiles beyond are taken in groups or parts. What a block
-// leaves in workspace is merged by a second kernel (key_parts.cuh).
-//
-// How many parts there are, and in which order they are merged, depends on the shapes of a sequence, and not
-// on the batch or the number of key heads: so a sequence has the same bits alone and in a batch, on one
-// device and with heads on several.
+// of them, so a tile reads keys once for all of them. A thread block takes a part of a tile's keys, a group
+// of parts, or the whole tile (few_queries.cuh). The warps of a thread block share a ring of buffers with
+// keys and values in the order k, v, k, v, .... Where there are several warps along the keys, their sums are
+// merged at the end of each part, through the buffer that was read last, while keys of the next part are on
+// their way.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
 #include "arithmetic.h"
+#include "few_queries.cuh"
 #include "group_rows.cuh"
 #include "key_parts.cuh"
 #include "launch.h"
@@ -37,10 +29,6 @@
 #include "tiles.h"
 #include "visibility.cuh"
 
-namespace jax_flash::cuda {
-using decode_params = ForwardParams;
-}
-
 namespace jax_flash::cuda::sm80 {
 
 struct DecodeArguments {
@@ -49,10 +37,7 @@ struct DecodeArguments {
   PairOptions pairs;
   HeadRows q, k, v;  // [B * T, N, H], [B * S, K, H], [B * S, K, Hv]; k and v may be pages
   int row_tiles;     // of a key head
-  int group_parts;   // neighboring parts that are merged first
-  int unit_parts;    // parts of a unit, which a block takes: a group, or one
-  int num_units;     // of a tile; 1: a block takes a tile
-  int whole_tiles;   // so many tiles, the first ones, are taken whole if sequences are about equally long
+  UnitPlan plan;
 };
 
 // ---- Merging rows in shared memory ----
@@ -112,8 +97,7 @@ struct DecodeConfig {
   static constexpr int kKeyWarps = kTile.key_warps, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kRows = 16 * kTile.row_warps, kWarpKeys = kBlockN / kKeyWarps;
   static constexpr int kThreads = 32 * kTile.row_warps * kKeyWarps;
-  static constexpr int kMaxPartBlocks = 32;             // a bit each in a word
-  static constexpr int kMinPartBlocks = 256 / kBlockN;  // fewer keys would take less time than starting
+  static constexpr int kMaxPartBlocks = 32;  // a bit each in a word
   using QTile = SharedTile<Arithmetic, kRows, kHeadDim, /*kRounded=*/true>;
   using KvTile = SharedTile<Arithmetic, kBlockN, kHeadDim>;
   using WarpKvTile = SharedTile<Arithmetic, kWarpKeys, kHeadDim>;
@@ -131,8 +115,8 @@ struct DecodeConfig {
   // Only where no more than two such blocks fit, as tiles_of_rounds assumes. Where three do, at head dim 64,
   // 64 sequences of 8,192 keys took 7 % longer: their 512 tiles are 1.3 rounds of three.
   static constexpr bool kMayTakeTiles = kMayHaveGroups && !kPolicy.may_have_mask() && !three_fit(kKeptBytes);
-  static constexpr int kGroupRows = 8, kGroupBlocks = 1024 / kBlockN;
-  static_assert(kGroupBlocks <= kMaxPartBlocks);
+  static constexpr int kGroupRows = 8, kGroupKeys = 1024;
+  static_assert(kGroupKeys / kBlockN <= kMaxPartBlocks);
   static constexpr int kBlocksPerSm = kMayHaveGroups && three_fit(kSharedBytes + kHalfBytes) ? 3 : 2;
 };
 
@@ -185,21 +169,6 @@ __device__ __forceinline__ void find_blocks(const AttentionParams& params, int b
   visible = __ballot_sync(0xffffffff, is_visible), whole = __ballot_sync(0xffffffff, is_whole);
 }
 
-// Do the rows of no sequence see more than a tenth more blocks of keys than the mean? By a warp: a lane looks
-// at a sequence.
-template <int kBlockN>
-__device__ __forceinline__ bool are_equally_long(const AttentionParams& params) {
-  int longest = 0, all = 0;
-#pragma unroll 1
-  for (int batch = lane_id(); batch < static_cast<int>(params.batch); batch += 32) {
-    const KeyBlocks seen = Mask(params, batch).key_blocks<kBlockN>(0, static_cast<int>(params.seqlen_q));
-    longest = max(longest, seen.end - seen.begin);
-    all += seen.end - seen.begin;
-  }
-  longest = __reduce_max_sync(0xffffffff, longest), all = __reduce_add_sync(0xffffffff, all);
-  return 10 * int64_t{longest} * params.batch <= 11 * int64_t{all};
-}
-
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     decode_kernel(const __grid_constant__ DecodeArguments arguments) {
@@ -215,36 +184,21 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   constexpr int kNTiles = kWarpKeys / 8, kOutTiles = kHeadDim / 8;
   const ForwardParams& params = arguments.params;
 
-  // ---- Unit: the first ones come first, for those beyond a sequence's keys have nothing to do ----
+  // ---- Unit ----
   // Tiles of the same keys run side by side, so that all but one can find them in L2.
   const unsigned row_tiles = Config::kManyRows ? arguments.row_tiles : 1, index = blockIdx.x / row_tiles;
   const int row_tile = blockIdx.x % row_tiles;
-  const int num_kv_heads = static_cast<int>(params.num_kv_heads);
-  const int num_tiles = num_kv_heads * static_cast<int>(params.batch), tile = index % num_tiles;
-  const int kv_head = tile % num_kv_heads, batch = tile / num_kv_heads;
-  const int first_unit = index / num_tiles;
-  bool takes_tile = arguments.num_units == 1;
-  if (Config::kMayTakeTiles && tile < arguments.whole_tiles && are_equally_long<kBlockN>(params)) {
-    if (first_unit > 0) return;  // unit 0 takes them all, and the second kernel skips these rows
-    takes_tile = true;
-  }
+  const KeyUnit<kBlockN> unit(params, arguments.plan, index, Config::kMayTakeTiles);
+  if (unit.is_left_out) return;
+  const int batch = unit.batch, kv_head = unit.kv_head, num_blocks = unit.num_blocks;
+  const Mask& queries = unit.queries;
   const GroupRows rows(params);
   const int first_head = kv_head * rows.group, first_tile_row = row_tile * Config::kRows;
-
-  const Mask queries(params, batch);
-  const KeyBlocks seen = queries.key_blocks<kBlockN>(0, static_cast<int>(params.seqlen_q));
-  const int num_parts = static_cast<int>(params.num_key_parts);
-  const int part_blocks =
-      max(Config::kMinPartBlocks, (seen.end - seen.begin + num_parts - 1) / num_parts);  // but for the last
-  const int unit_parts = Config::kMayHaveGroups ? arguments.unit_parts : 1;
-  const int first_block = seen.begin + first_unit * unit_parts * part_blocks;
-  const int num_blocks =
-      max(0, takes_tile ? seen.end - first_block : min(seen.end - first_block, unit_parts * part_blocks));
   BlockSet<kMayHaveMask> blocks(num_blocks);
   [[maybe_unused]] uint32_t whole_blocks = ~0u;
   if constexpr (kMayHaveMask) {
     if (params.hides_pairs()) {
-      find_blocks<kBlockN>(params, batch, first_head, rows, first_block, num_blocks, blocks.bits,
+      find_blocks<kBlockN>(params, batch, first_head, rows, unit.first_block, num_blocks, blocks.bits,
                            whole_blocks);
     }
   }
@@ -260,7 +214,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   using QLoader = TileLoader<kThreads, QTile>;
   const SequencePages pages(params, batch);
   const int64_t kv_row0 = batch * params.seqlen_kv;
-  auto row_of_block = [&](int block) { return (first_block + block) * kBlockN; };
+  auto row_of_block = [&](int block) { return (unit.first_block + block) * kBlockN; };
   struct Source {
     KvLoader loader;
     BlockSet<kMayHaveMask> blocks;  // to be loaded
@@ -356,7 +310,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   RowPart ends[2];
 #pragma unroll 1
   for (int part = 0, part_end = 0; part == 0 || (Config::kMayHaveGroups && part_end < num_blocks); ++part) {
-    part_end += part_blocks;
+    part_end += unit.part_blocks;
     const bool is_last = !Config::kMayHaveGroups || part_end >= num_blocks;
     clear(out);
     OnlineSoftmax<1> softmax;
@@ -407,7 +361,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       }
       move_stage();
     }
-    if (is_last && arguments.num_units > 1) ptx::let_next_grid_start();
+    if (is_last && arguments.plan.num_units > 1) ptx::let_next_grid_start();
 #pragma unroll
     for (int h = 0; h < 2; ++h) ends[h] = {softmax.max_log2[0][h], row_sum(softmax.sum[0][h])};
 
@@ -441,7 +395,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     if constexpr (Config::kMayHaveGroups) {
       const RowHalf of_group{sQ.base + Config::kSharedBytes},
           before_group{of_group.base + Config::kHalfBytes};
-      const int group_parts = takes_tile ? arguments.group_parts : unit_parts;
+      const int group_parts = unit.takes_tile ? arguments.plan.group_parts : arguments.plan.unit_parts;
       const int in_group = part % group_parts;
       if (in_group > 0) of_group.merge_into(ends[0], out, 0);
       if (!is_last && in_group < group_parts - 1) {
@@ -462,82 +416,37 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     const int head = first_head + rows.head(row);
     const int64_t index = (batch * params.seqlen_q + rows.query(row)) * params.num_heads + head;
     const PartRows parts(params);
-    if (!takes_tile) {
-      parts.store<Arithmetic>(first_unit, index, ends[h], out, h);
+    if (!unit.takes_tile) {
+      parts.store<Arithmetic>(unit.index, index, ends[h], out, h);
       continue;
     }
 #pragma unroll
     for (auto& tile : out[0]) add_zero(tile[2 * h]), add_zero(tile[2 * h + 1]);
     write_row<Arithmetic>(params, batch, head, index, ends[h], out, h);
-    if (arguments.num_units > 1 && lane_id() % 4 == 0) parts.set_merged(index);
+    if (arguments.plan.num_units > 1 && lane_id() % 4 == 0) parts.set_merged(index);
   }
 }
 
 // ---- Launch ----
 
-// Of a key head.
-inline int64_t number_of_rows(const ForwardParams& params) {
-  return params.num_heads / params.num_kv_heads * params.seqlen_q;
-}
-
-// Each block of a call looks at the lengths of all sequences, up to so many.
-inline constexpr int64_t kMostCompared = 256;
-
-// Of equally long tiles, the first that are taken whole: those of full rounds of two for each multiprocessor,
-// and of a last round that is at least 0.8 full. In an emptier one multiprocessors would idle for the time of
-// a tile; in units, its tiles end together. Less than a round is taken in units: equally long sequences would
-// gain, but others would lose as much, since fewer blocks fit beside each other.
-inline int64_t tiles_of_rounds(int64_t tiles, int64_t multiprocessors) {
-  const int64_t round = 2 * multiprocessors, last = tiles % round;
-  if (tiles < round) return 0;
-  return 5 * last < 4 * round ? tiles - last : tiles;
-}
-
 template <class Config>
 Status launch_decode(const ForwardParams& params, const LaunchContext& context) {
   using Element = typename Config::Element;
-  const int64_t span = key_span(params);
-  // The first block may begin before the span.
-  const int64_t num_blocks =
-      std::min(ceil_div(params.seqlen_kv, Config::kBlockN), ceil_div(span - 1, Config::kBlockN) + 1);
-  const int64_t num_parts = params.num_key_parts;
-  const int64_t part_blocks = std::max<int64_t>(Config::kMinPartBlocks, ceil_div(num_blocks, num_parts));
-  if (num_parts > num_blocks || part_blocks > Config::kMaxPartBlocks) return Status::not_served();
-
-  // How many parts a group has depends on the shape of a sequence alone; what a block takes, on the batch,
-  // too. With three groups for every four multiprocessors, or more, longer blocks are faster than more of
-  // them, unless there are so few more than run side by side that parts save an eighth of the rounds' time.
-  // So are whole tiles that are equally long, if there is a round of them: memory is read in fewer, longer
-  // streams.
   const int64_t rows = number_of_rows(params), row_tiles = ceil_div(rows, Config::kRows);
+  const bool may_merge = Config::kMayHaveGroups && rows <= Config::kGroupRows;
+  const auto part_groups =
+      PartGroups::of<Config::kHeadDim>(params, Config::kBlockN, may_merge ? Config::kGroupKeys : 0);
+  if (params.num_key_parts > part_groups.num_blocks || part_groups.part_blocks > Config::kMaxPartBlocks) {
+    return Status::not_served();
+  }
   const int64_t tiles = params.batch * params.num_kv_heads * row_tiles;
-  const bool may_merge = Config::kMayHaveGroups && rows <= Config::kGroupRows && num_parts > 1;
-  int64_t group_parts = 1;
-  if (may_merge) {
-    group_parts =
-        std::clamp<int64_t>(Config::kGroupBlocks / part_blocks, 1, std::min(num_parts, kGroupParts));
-    if (ceil_div(num_parts, group_parts) > CombineConfigOf<Config::kHeadDim>::kTeams) group_parts = 1;
-  }
-  const int64_t groups = ceil_div(num_parts, group_parts) * tiles;
-  const bool is_forced = context.forced_tile != ForcedTile::kNone,
-             is_long = context.forced_tile == ForcedTile::kLong;
   const int fit = blocks_that_fit(Config::kBlocksPerSm, Config::kSharedBytes + Config::kHalfBytes, context);
-  const int64_t side_by_side = int64_t{std::max(fit, 1)} * context.multiprocessors;
-  const bool would_idle =
-      groups > side_by_side && tiles < 2 * context.multiprocessors &&
-      8 * ceil_div(num_parts * tiles, side_by_side) <= 7 * ceil_div(groups, side_by_side) * group_parts;
-  const bool are_many = is_forced ? is_long : 4 * groups >= 3 * context.multiprocessors && !would_idle;
-  const bool takes_groups = group_parts > 1 && are_many;
-  const int64_t unit_parts = takes_groups ? group_parts : 1, num_units = ceil_div(num_parts, unit_parts);
-  // As the second kernel merges them.
-  if (group_parts == 1) group_parts = combine_run<Config::kHeadDim>(num_parts);
-  const bool may_take_tiles = may_merge && Config::kMayTakeTiles && num_units > 1 &&
-                              Config::kKeptBytes <= context.shared_memory_per_block &&
-                              params.batch <= kMostCompared;
-  int64_t whole_tiles = 0;
-  if (may_take_tiles) {
-    whole_tiles = !is_forced ? tiles_of_rounds(tiles, context.multiprocessors) : is_long ? tiles : 0;
-  }
+  const UnitPlan plan = plan_units(params, context, part_groups,
+                                   {.tiles = tiles,
+                                    .side_by_side = int64_t{std::max(fit, 1)} * context.multiprocessors,
+                                    .compares_lengths = may_merge && Config::kMayTakeTiles &&
+                                                        Config::kKeptBytes <= context.shared_memory_per_block,
+                                    .takes_full = false});
 
   const DecodeArguments arguments{params,
                                   LogitScale(params),
@@ -546,20 +455,14 @@ Status launch_decode(const ForwardParams& params, const LaunchContext& context) 
                                   head_rows<Element>(params.k, params.num_kv_heads, params.head_dim),
                                   head_rows<Element>(params.v, params.num_kv_heads, params.head_dim_v),
                                   static_cast<int>(row_tiles),
-                                  static_cast<int>(group_parts),
-                                  static_cast<int>(unit_parts),
-                                  static_cast<int>(num_units),
-                                  static_cast<int>(whole_tiles)};
-  const Status status = launch(decode_kernel<Config>, num_units * tiles, Config::kThreads,
-                               whole_tiles > 0  ? Config::kKeptBytes
-                               : unit_parts > 1 ? Config::kSharedBytes + Config::kHalfBytes
-                                                : Config::kSharedBytes,
+                                  plan};
+  const Status status = launch(decode_kernel<Config>, plan.num_units * tiles, Config::kThreads,
+                               plan.whole_tiles > 0  ? Config::kKeptBytes
+                               : plan.unit_parts > 1 ? Config::kSharedBytes + Config::kHalfBytes
+                                                     : Config::kSharedBytes,
                                context, arguments);
-  if (status.failed() || num_units == 1) return status;
-  ForwardParams of_units = params;
-  of_units.num_key_parts = num_units;
-  return launch_combine<typename Config::Arithmetic, Config::kHeadDim>(
-      of_units, context, unit_parts > 1 ? num_units : group_parts, whole_tiles > 0);
+  if (status.failed() || plan.num_units == 1) return status;
+  return combine_units<typename Config::Arithmetic, Config::kHeadDim>(params, context, plan);
 }
 
 template <class Arithmetic, int kHeadDim, bool kManyRows>
