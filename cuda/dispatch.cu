@@ -23,6 +23,7 @@
 #include "sm90/backward.cuh"
 #include "sm90/backward_bias.cuh"
 #include "sm90/backward_dq.cuh"
+#include "sm90/decode.cuh"
 #include "sm90/forward.cuh"
 #include "sm90/tangent.cuh"
 #include "visibility.cuh"

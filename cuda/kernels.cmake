@@ -33,6 +33,15 @@ if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
   endforeach()
 endif()
 
+# Up to 16 rows of a key head. Other calls for few queries run on the sm80 kernels.
+if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
+  foreach(head_dim IN ITEMS 64 128)
+    if(head_dim IN_LIST JAX_FLASH_HEAD_DIMS)
+      jax_flash_kernels(decode sm90 "${all_16_bit}" ${head_dim})
+    endif()
+  endforeach()
+endif()
+
 # float32 as scaled float16 (planes.cuh), at the precision of TF32.
 if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
   foreach(head_dim IN LISTS JAX_FLASH_HEAD_DIMS)

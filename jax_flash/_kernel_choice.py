@@ -79,25 +79,37 @@ def num_key_parts(
     if min(options.reach) >= 0:  # the first block of keys may begin before the first that a query sees
         keys = min(keys, sum(options.reach) + seqlen_q + _library.constants()["kVisibilityBlock"])
     group, head_dim = num_heads // num_kv_heads, max(q.shape[-1], v.shape[-1])
-    is_general = (
-        options.logits_soft_cap > 0 or options.scale <= 0 or not _GENERAL_FORM_OPERANDS.isdisjoint(operands)
-    )
+    has_pair_options = not _GENERAL_FORM_OPERANDS.isdisjoint(operands)
+    is_general = options.logits_soft_cap > 0 or options.scale <= 0 or has_pair_options
     in_tiles = q.dtype.itemsize == 2 and not is_general and _hopper_head_dim("forward", q, v) > 0
     in_tiles = in_tiles and (page_size is None or page_size % 8 == 0)
     if _is_decoding(q, k, v):
         # takes_few_queries in cuda/sm90/forward.cuh
         if in_tiles and seqlen_q * math.gcd(group, 64) >= 128 and keys >= 2048 and head_dim <= 128:
             return min(16, max(2, keys // 2048))
+        rows = seqlen_q * group
+        if rows <= 16 and not has_pair_options and _hopper_head_dim("decode", q, v) > 0:
+            return _num_parts_of_few_rows(keys)
         columns = kernel_head_dim("decode sm80", q.dtype, head_dim)
-        return _num_parts_of_few_queries(seqlen_q * group, keys, q.dtype.itemsize, columns)
+        return _num_parts_of_few_queries(rows, keys, q.dtype.itemsize, columns)
     # A few hundred queries are too few tiles. Not in a window: there a shard would have other parts than the whole.
     if not in_tiles or keys < seqlen_kv or seqlen_q > 1024 or keys < 16 * seqlen_q:
         return 0
     return _num_parts_of_tiles(seqlen_q, group, keys, head_dim)
 
 
+def _num_parts_of_few_rows(keys: int) -> int:
+    """The number of parts in Hopper's kernel for up to 16 rows of a key head (cuda/sm90/decode.cuh)."""
+    if keys > 32768:
+        # With 8 key heads as many as thread blocks run side by side, or a multiple, of 960 to 1,920 keys.
+        side_by_side = 2 * _HOPPER_MULTIPROCESSORS // 8
+        return side_by_side * max(1, round(keys / 1280 / side_by_side))
+    # In a large batch a thread block merges neighbors, of 1,024 keys or more.
+    return -(-keys // (512 if keys < 16384 else 1024))
+
+
 def _num_parts_of_few_queries(rows: int, keys: int, element_bytes: int, head_dim: int) -> int:
-    """The number of parts for all rows of a key head, in the kernel for decoding, with the kernel's head dim."""
+    """The number of parts for all rows of a key head in the portable kernel, with the kernel's head dim."""
     has_three_blocks = rows <= 16 and element_bytes * head_dim <= 256  # on a multiprocessor
     if has_three_blocks and keys > 32768:
         # With 8 key heads whole rounds of thread blocks, of 700 to 1,800 keys.

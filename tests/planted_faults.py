@@ -377,6 +377,8 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
          "test_dispatch.py::test_number_of_parts"),
         ("parts of a long cache are not whole rounds", "if has_three_blocks and keys > 32768", "if keys < 0",
          "test_dispatch.py::test_number_of_parts"),
+        ("Hopper's kernel for few rows takes a bias", "if rows <= 16 and not has_pair_options", "if rows <= 16",
+         "test_dispatch.py::test_number_of_parts_on_hopper"),
         ("a window does not change the parts of the keys",
          "if min(options.reach) >= 0:  # the first",
          "if min(options.reach) > keys:  # the first",

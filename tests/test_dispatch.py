@@ -523,6 +523,39 @@ def test_cases_of_chunks_are_split_on_hopper(name, monkeypatch):
     assert parts == 1 if name.startswith("one part") else parts > 1
 
 
+@pytest.mark.parametrize(
+    ("call", "parts"),
+    [
+        (dict(s=512), 1),
+        (dict(s=513), 2),
+        (dict(s=8192), 16),
+        (dict(s=16383), 32),
+        (dict(s=16384), 16),
+        (dict(s=32768), 32),
+        (dict(s=32769), 33),  # with 8 key heads 264 thread blocks
+        (dict(s=65536), 66),
+        (dict(s=100_000), 66),
+        (dict(s=131072), 99),
+        (dict(t=3, n=24, s=4096), 8),  # 9 rows of a key head
+        (dict(t=4, s=4096), 8),  # 16
+        (dict(s=4096, logits_soft_cap=20.0), 8),
+        (dict(s=4096, page_size=12), 8),
+        (dict(h=64, hv=64, s=4096), 8),
+        (dict(s=131072, local_window_size=(500, 0)), 2),
+        # The portable kernel
+        (dict(t=5, s=4096), 16),
+        (dict(s=4096, operands=("bias",)), 16),
+        (dict(h=100, hv=100, s=4096), 16),
+        (dict(h=256, hv=256, s=4096), 16),
+    ],
+)
+def test_number_of_parts_on_hopper(call, parts, monkeypatch):
+    kernels = [*DECODE, "decode sm90 bfloat16 64", "decode sm90 bfloat16 128"]
+    monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": kernels})
+    set_local_gpus(monkeypatch, "9.0")
+    assert num_parts(**call) == parts
+
+
 def test_number_of_parts_of_symbolic_sizes(monkeypatch):
     monkeypatch.setattr(_ffi, "build_info", lambda: {"kernels": DECODE})
     t, s = export.symbolic_shape("t, s")
@@ -530,37 +563,55 @@ def test_number_of_parts_of_symbolic_sizes(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("parts", "size", "head_dim"), [(4, 256, 24), (2, 640, 24), (20, 64, 24), (3, 704, 250), (66, 32, 250)]
+    ("parts", "size", "head_dim", "head_dim_v"),
+    [
+        (4, 256, 24, 30),
+        (2, 640, 24, 30),
+        (20, 64, 24, 30),
+        (3, 704, 250, 30),
+        (66, 32, 250, 30),
+        (4, 256, 24, 32),  # where 8 divides both, Hopper's kernel for up to 16 rows
+        (3, 704, 128, 72),
+        (20, 64, 64, 128),
+    ],
 )
 @pytest.mark.parametrize("queries", [1, 8])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_parts_in_workspace(dtype, queries, parts, size, head_dim, platform):
+def test_parts_in_workspace(dtype, queries, parts, size, head_dim, head_dim_v, platform):
     """Each part has the sums of its own keys: a sequence's keys are divided evenly, into no less than 256."""
     if platform == "cpu":
         pytest.skip("has no workspace")
     keys = parts * size - 7
     lengths = keys, size + 5, 0
     rng = np.random.default_rng(0)
-    shapes = (3, queries, 4, head_dim), (3, keys, 1, head_dim), (3, keys, 1, 30)
+    shapes = (3, queries, 4, head_dim), (3, keys, 1, head_dim), (3, keys, 1, head_dim_v)
     q, k, v = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
-    types = [jax.ShapeDtypeStruct((3, queries, 4, 30), q.dtype), jax.ShapeDtypeStruct(shapes[0][:-1], F32)]
+    types = [
+        jax.ShapeDtypeStruct((3, queries, 4, head_dim_v), q.dtype),
+        jax.ShapeDtypeStruct(shapes[0][:-1], F32),
+    ]
     if dtype == "float32":  # no planes
-        types.append(jax.ShapeDtypeStruct((0, 3, 1, 20 + 4 * 30 + 2 * head_dim), jnp.int32))
+        types.append(jax.ShapeDtypeStruct((0, 3, 1, 20 + 4 * head_dim_v + 2 * head_dim), jnp.int32))
         types += [jax.ShapeDtypeStruct((0, *x.shape[1:]), jnp.uint16) for x in (q, k, v)]
     else:
         types.append(jax.ShapeDtypeStruct((1,), jnp.int32))
-    types += [jax.ShapeDtypeStruct((parts, 3, queries, 4, 32 + 4), F32)]
+    columns = -(-head_dim_v // 4) * 4
+    types += [jax.ShapeDtypeStruct((parts, 3, queries, 4, columns + 4), F32)]
     options = AttentionOptions.resolve(head_dim, precision="highest")
     f = jax.ffi.ffi_call("jax_flash_forward" + "_emulated" * ("JAX_FLASH_EMULATE" in os.environ), types)
     call = jax.jit(lambda *args: f(*args, operands="key_value_seq_lengths", **options.attributes()))
     with harness.cuda_settings(tile="short"):  # no thread block takes all parts of a sequence
         out, lse, *_, got = jax.block_until_ready(call(q, k, v, jnp.asarray(lengths, jnp.int32)))
 
-    sums, maxima, totals = (np.asarray(x) for x in (got[..., :30], got[..., 32], got[..., 33]))
+    sums, maxima, totals = (
+        np.asarray(x) for x in (got[..., :head_dim_v], got[..., columns], got[..., columns + 1])
+    )
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     scores = options.scale * np.einsum("btnh,bskh->btns", q, k)
     tolerance = 2.0**-6 if dtype == "bfloat16" else 2e-6 * np.sqrt(max(256, size))  # as harness.assert_close
-    block = 64 if head_dim <= 64 else 32
+    is_on_hopper = harness.is_hopper() and dtype == "bfloat16" and queries == 1 and head_dim_v % 8 == 0
+    kernel_columns = next(x for x in (64, 128, 256) if x >= max(head_dim, head_dim_v))
+    block = 128 if is_on_hopper else 64 if kernel_columns * jnp.dtype(dtype).itemsize <= 256 else 32
     for b, length in enumerate(lengths):
         part_size = max(256, -(-length // (block * parts)) * block)
         for part in range(parts):

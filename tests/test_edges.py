@@ -595,6 +595,7 @@ def test_a_cached_sequence_does_not_depend_on_the_others(head_dim, queries, opti
 MERGED = {
     "lengths": {},
     "two queries": dict(queries=2, heads=8, is_causal=True),
+    "twelve rows": dict(queries=3, heads=8, is_causal=True),
     "window": dict(queries=2, heads=8, is_causal=True, local_window_size=(3000, 0)),
     "pairs": {},
     "infinite values": {},

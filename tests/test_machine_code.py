@@ -87,8 +87,26 @@ def disassemble(folder: pathlib.Path) -> dict[str, list[tuple[int, str]]]:
 
 @pytest.fixture(scope="module")
 def functions(every_function) -> dict[str, list[tuple[int, str]]]:
-    """The kernels with products."""
-    return {name: code for name, code in every_function.items() if re.search(r"4sm90.*Config", name)}
+    """The kernels with products on warpgroups."""
+    return {
+        name: code
+        for name, code in every_function.items()
+        if re.search(r"4sm90.*Config", name) and "decode_kernel" not in name
+    }
+
+
+@pytest.mark.exhaustive
+def test_decoding_stays_in_registers(every_function):
+    """It has products of a warp, and copies by TMA."""
+    kernels = [
+        code for name, code in every_function.items() if re.search(r"4sm90.*decode_kernel.*Config", name)
+    ]
+    assert len(kernels) >= 4 * sum(name.startswith("decode sm90 bfloat16") for name in KERNELS)
+    for code in kernels:
+        texts = [text for _, text in code]
+        assert any("HMMA" in text for text in texts)
+        assert any("UTMALDG" in text for text in texts)
+        assert not any(re.search(r"\b(LDL|STL)\b", text) for text in texts)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-// Makes barriers that this thread has initialized visible to TMA. __syncthreads() must follow.
+// Makes barriers that this thread has initialized visible to TMA. The threads that use them must synchronize
+// with it.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

@@ -53,6 +53,14 @@ __device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&r)[4], uint
                : "memory");
 }
 
+// Transposes an 8 x 8 matrix of 16-bit elements, of which each lane has two of row lane / 4, as
+// load_matrix_x4 loads them.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t two) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(two));
+  return transposed;
+}
+
 // Stores four 8 x 16-byte matrices in the layout of load_matrix_x4_transposed. Compute capability 9.0.
 __device__ __forceinline__ void store_matrix_x4_transposed(uint32_t shared, const uint32_t (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),

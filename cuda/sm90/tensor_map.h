@@ -68,7 +68,8 @@ inline bool is_served(const AttentionParams& params, const LaunchContext& contex
 // if the driver refuses.
 template <class Element, int kColumns = kChunkColumns>
 bool make_tensor_map(const void* tensor, int64_t batch, int64_t seqlen, int64_t num_heads, int64_t head_dim,
-                     int box_rows, CUtensorMap* map, int box_heads = 1) {
+                     int box_rows, CUtensorMap* map, int box_heads = 1,
+                     CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   static_assert(sizeof(Element) == 2 && (kColumns == 32 || kColumns == 64));
   constexpr CUtensorMapSwizzle kSwizzle =
       kColumns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
@@ -84,7 +85,7 @@ bool make_tensor_map(const void* tensor, int64_t batch, int64_t seqlen, int64_t 
   const cuuint32_t box[] = {kColumns, cuuint32_t(box_heads), cuuint32_t(box_rows), 1};
   const cuuint32_t steps[] = {1, 1, 1, 1};
   return encode(map, kType, 4, const_cast<void*>(tensor), sizes, strides, box, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, kSwizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, kSwizzle, promotion,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 

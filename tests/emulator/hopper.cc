@@ -120,7 +120,9 @@ uint32_t swizzle(uint32_t address, uint32_t row_bytes) {
 template <class F>
 void for_each_in_box(uint32_t shared, const CUtensorMap& map, const Element& first, F f) {
   const uint32_t row_bytes = 2 * static_cast<uint32_t>(map.box[0]);
-  if (shared % (8 * row_bytes) != 0) fail("a box in shared memory is misaligned");
+  // Boxes of fewer rows than the swizzle's pattern lie one behind the other in a tile.
+  const bool is_small = map.box[1] * map.box[2] % 8 != 0;
+  if (shared % ((is_small ? 1 : 8) * row_bytes) != 0) fail("a box in shared memory is misaligned");
   uint32_t row = 0;
   for (int i3 = 0; i3 < map.box[3]; ++i3) {
     for (int i2 = 0; i2 < map.box[2]; ++i2) {

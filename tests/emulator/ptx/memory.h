@@ -67,6 +67,17 @@ inline void load_matrix_x4_transposed(uint32_t (&r)[4], uint32_t shared) {
   }
 }
 
+inline uint32_t transpose_matrix(uint32_t two) {
+  const auto all = emulator::from_all_lanes(two);
+  const int lane = threadIdx.x % 32, column = lane / 4;  // of what becomes this lane's row
+  uint32_t transposed = 0;
+  for (int j = 0; j < 2; ++j) {
+    const int row = lane % 4 * 2 + j;
+    transposed |= (all[4 * row + column / 2] >> 16 * (column % 2) & 0xffff) << 16 * j;
+  }
+  return transposed;
+}
+
 template <class T>
 void load_from_shared(T& to, uint32_t shared) {
   std::memcpy(&to, emulator::at_shared_address(shared, sizeof(T)), sizeof(T));
