@@ -21,23 +21,14 @@ if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
   endforeach()
 endif()
 
-# The gradient of a bias with both a query and a key axis, and tangents where q, k and v all have one and no pair has
-# options. Other calls run on the sm80 kernels below.
+# The gradient of a bias with both a query and a key axis, tangents where q, k and v all have one and no pair has
+# options, and calls for few queries of up to 16 rows of a key head. Other calls run on the sm80 kernels below.
 if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
   foreach(head_dim IN ITEMS 64 128)
     if(head_dim IN_LIST JAX_FLASH_HEAD_DIMS)
-      foreach(direction IN ITEMS backward_bias tangent)
+      foreach(direction IN ITEMS backward_bias tangent decode)
         jax_flash_kernels(${direction} sm90 "${all_16_bit}" ${head_dim})
       endforeach()
-    endif()
-  endforeach()
-endif()
-
-# Up to 16 rows of a key head. Other calls for few queries run on the sm80 kernels.
-if(90 IN_LIST JAX_FLASH_CUDA_ARCHS)
-  foreach(head_dim IN ITEMS 64 128)
-    if(head_dim IN_LIST JAX_FLASH_HEAD_DIMS)
-      jax_flash_kernels(decode sm90 "${all_16_bit}" ${head_dim})
     endif()
   endforeach()
 endif()
